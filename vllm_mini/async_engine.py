@@ -1,0 +1,305 @@
+"""The engine apart from the HTTP loop: a thread runs its steps, async streams bring the answers. Does not know HTTP.
+
+The thread owns the LLMEngine, the event loop owns the streams, and neither touches what is the other's. Commands go to
+the thread through an inbox that it empties between steps; it sleeps on a condition while there is nothing to do. What a
+step brought goes back in one callback, however many requests it served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from vllm_mini.engine import LLMEngine, StepError, TokenOutput
+from vllm_mini.sequence import RequestError, SamplingParams
+
+__all__ = ["AsyncLLMEngine", "EngineError", "EngineStopped", "OutputStream"]
+
+logger = logging.getLogger(__name__)
+
+Verdict = tuple[str, Exception | None]  # request_id, and why it was refused or ended
+
+
+class EngineError(RuntimeError):
+    """An answer was lost because the engine failed. The message is fit for a client; the log has the details."""
+
+
+class EngineStopped(RuntimeError):
+    """A request was refused or given up though nothing failed: the engine is shutting down, or somebody aborted it."""
+
+
+class OutputStream:
+    """What the engine says about a request (or several, added to one stream), as it comes. Lives on the event loop.
+
+    Outputs that wait for a slow reader are merged, so at most one for each choice is kept. Raises EngineError or
+    EngineStopped where the answer breaks off. Closing it, or cancelling whoever reads it, aborts what is unfinished.
+    """
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self._abort = abort
+        self._num_open: dict[str, int] = {}  # request_id -> choices not yet finished
+        self._pending: dict[tuple[str, int], TokenOutput] = {}
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._num_open:
+                raise StopAsyncIteration
+            self._changed.clear()
+            try:
+                await self._changed.wait()
+            except asyncio.CancelledError:
+                self.close()
+                raise
+        return self._pending.pop(next(iter(self._pending)))
+
+    def close(self) -> None:
+        """Let go of whatever is unfinished and unread; does nothing to a stream that was read to its end."""
+        self._pending.clear()
+        self.end(None)
+
+    def expect(self, request_id: str, num_choices: int) -> None:
+        """For AsyncLLMEngine: the stream is not at its end before all these choices have finished."""
+        self._num_open[request_id] = num_choices
+
+    def push(self, output: TokenOutput) -> bool:
+        """For AsyncLLMEngine: hand over one output; True when it was the last of its request."""
+        key = (output.request_id, output.index)
+        earlier = self._pending.get(key)
+        self._pending[key] = output if earlier is None else _merge(earlier, output)
+        self._num_open[output.request_id] -= output.finish_reason is not None
+        self._changed.set()
+        if self._num_open[output.request_id]:
+            return False
+        del self._num_open[output.request_id]
+        return True
+
+    def end(self, error: Exception | None) -> None:
+        """For AsyncLLMEngine: break off here, with an error or in silence, and abort what is unfinished."""
+        self._error = error
+        for request_id in list(self._num_open):
+            self._abort(request_id)
+        self._num_open.clear()
+        self._changed.set()
+
+
+def _merge(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
+    return replace(later, text=earlier.text + later.text, token_ids=earlier.token_ids + later.token_ids,
+                   logprobs=earlier.logprobs + later.logprobs,
+                   prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs)
+
+
+class AsyncLLMEngine:
+    """Serves the requests of one event loop. `on_dead` is called there once the engine cannot go on."""
+
+    MAX_FAILURES = 3  # failed steps in a row that it takes for a broken device
+    JOIN_TIMEOUT = 5.0  # seconds that shutdown() gives the last step
+
+    def __init__(self, engine: LLMEngine, *, on_dead: Callable[[], None] | None = None) -> None:
+        self.engine = engine  # what never changes (tokenizer, limits, defaults) may be read from any thread
+        self._on_dead = on_dead
+        # shared
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wakeup = threading.Condition()
+        self._is_dead = False
+        # the thread's
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_stopping = False
+        self._num_failures = 0
+        self._verdicts: list[Verdict] = []
+        # the event loop's
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, OutputStream] = {}
+        self._asking: dict[str, asyncio.Future[Exception | None]] = {}  # requests that wait for their verdict
+        self._is_closing = False
+        self._drained = asyncio.Event()
+
+    @property
+    def is_healthy(self) -> bool:
+        """False before start(), after shutdown() and once the engine is dead."""
+        return self._thread.is_alive() and not self._is_dead
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.is_healthy and not self._is_closing
+
+    @property
+    def num_running(self) -> int:
+        """Sequences on the device; like num_waiting a glance from any thread, without a lock."""
+        return len(self.engine.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.engine.scheduler.waiting) + len(self.engine.scheduler.swapped)
+
+    def start(self) -> None:
+        """Start the thread. To be called once, on the event loop that will use the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def add(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, *, stream: OutputStream | None = None,
+    ) -> OutputStream:
+        """Queue a request; returns the stream of its outputs, once the engine has accepted it.
+
+        Given a stream, the request joins it. Raises RequestError when it cannot be served, EngineStopped or EngineError
+        when nothing can; a stream given is then closed.
+        """
+        stream = stream or OutputStream(self._close)
+        try:
+            self._check_accepting(request_id)
+            stream.expect(request_id, params.n)
+            self._streams[request_id] = stream
+            verdict = self._asking[request_id] = asyncio.get_running_loop().create_future()
+            self._post(partial(self._admit, request_id, token_ids, params))
+            error = await verdict
+            if error is not None:
+                raise error
+        except BaseException:  # refused, or the caller was cancelled
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; its stream raises EngineStopped. Callable from any thread, for any id."""
+        self._post(partial(self._abort_for_others, request_id))
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Refuse new requests, give the accepted ones so many seconds to finish, abort the rest and stop the thread."""
+        self._is_closing = True
+        if self._streams and self.is_healthy:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), drain_timeout)
+        for stream in set(self._streams.values()):
+            stream.end(EngineStopped("the server is shutting down and had no time left to finish this answer"))
+        self._post(self._stop)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, self.JOIN_TIMEOUT)
+
+    # ---- on the event loop ----
+
+    def _check_accepting(self, request_id: str) -> None:
+        if self._is_closing:
+            raise EngineStopped("the server is shutting down")
+        if not self.is_healthy:
+            raise EngineError("the engine has stopped after an error")
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wakeup:
+            self._inbox.append(command)
+            self._wakeup.notify()
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams and self._is_closing:
+            self._drained.set()
+
+    def _close(self, request_id: str) -> None:
+        """A stream lets go of a request."""
+        self._asking.pop(request_id, None)
+        self._forget(request_id)
+        self._post(partial(self.engine.abort_request, request_id))
+
+    def _receive(self, verdicts: list[Verdict], outputs: list[TokenOutput]) -> None:
+        """Hand out what the thread sent; what nobody waits for any more is dropped."""
+        for request_id, error in verdicts:
+            asking = self._asking.pop(request_id, None)
+            if asking is not None and not asking.done():
+                asking.set_result(error)
+            elif error is not None and request_id in self._streams:
+                self._streams[request_id].end(error)
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and output.finish_reason == "error":
+                stream.end(EngineError("the engine failed while it computed this answer"))
+            elif stream is not None and stream.push(output):
+                self._forget(output.request_id)
+
+    def _bury(self) -> None:
+        """The thread is dead: nobody may wait for it."""
+        error = EngineError("the engine has stopped after an error")
+        for request_id in list(self._asking):
+            self._receive([(request_id, error)], [])
+        for stream in set(self._streams.values()):
+            stream.end(error)
+        if self._on_dead is not None:
+            self._on_dead()
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                for command in self._take_commands():
+                    command()
+                self._send([])
+                if not self._is_stopping and self.engine.has_unfinished():
+                    self._send(self._step())
+        except BaseException:  # whatever it was, nobody else would hear of it
+            logger.critical("the engine cannot go on", exc_info=True)
+            self._is_dead = True
+            self._call_loop(self._bury)
+
+    def _take_commands(self) -> list[Callable[[], None]]:
+        with self._wakeup:
+            self._wakeup.wait_for(lambda: self._inbox or self.engine.has_unfinished())
+            commands = list(self._inbox)
+            self._inbox.clear()
+        return commands
+
+    def _step(self) -> list[TokenOutput]:
+        """One step's outputs, those of a failed one too. Raises when there is no hope for the next."""
+        try:
+            outputs = self.engine.step()
+        except StepError as error:
+            self._num_failures += 1
+            if not error.outputs or self._num_failures >= self.MAX_FAILURES:
+                raise
+            return error.outputs
+        self._num_failures = 0
+        return outputs
+
+    def _admit(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+        try:
+            self.engine.add_request(request_id, token_ids, params)
+        except RequestError as error:
+            self._verdicts.append((request_id, error))
+        except Exception:
+            logger.exception("request %s could not be added", request_id)
+            self._verdicts.append((request_id, EngineError("the engine failed to take in this request")))
+        else:
+            self._verdicts.append((request_id, None))
+
+    def _abort_for_others(self, request_id: str) -> None:
+        self.engine.abort_request(request_id)
+        self._verdicts.append((request_id, EngineStopped("the request was aborted")))
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _send(self, outputs: list[TokenOutput]) -> None:
+        if self._verdicts or outputs:
+            self._call_loop(self._receive, self._verdicts, outputs)
+            self._verdicts = []
+
+    def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop was closed, so nobody listens any more
+            self._is_stopping = True

@@ -1,0 +1,304 @@
+"""One step of everything: requests in, schedule, execute, update, text out. Does not know HTTP, clocks or the terminal."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_mini.block_manager import BlockEvent, BlockManager
+from vllm_mini.config import ConfigError, EngineConfig, SchedulerConfig, token_id_tuple
+from vllm_mini.loader import load_config, load_generation_config, resolve_model
+from vllm_mini.paged_attention import Block
+from vllm_mini.scheduler import Scheduler, SchedulerOutput, SequenceOutput
+from vllm_mini.sequence import RequestError, SamplingParams, Sequence, TokenLogprobs
+from vllm_mini.tokenizer import OutputText, Tokenizer
+from vllm_mini.worker import Worker
+
+__all__ = ["LLMEngine", "StepError", "StepSnapshot", "TokenOutput"]
+
+logger = logging.getLogger(__name__)
+
+# generation_config.json's names for what a request may leave open, and ours
+GENERATION_DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                       "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """What one step added to one choice of a request."""
+
+    request_id: str
+    index: int
+    text: str  # may be empty: half a character, or what may become a stop string, is held back
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int  # of this choice so far
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with a choice's first token, where asked for
+
+
+@dataclass(frozen=True)
+class StepSnapshot:
+    """One step as an observer sees it, after it was carried out."""
+
+    schedule: SchedulerOutput
+    events: tuple[BlockEvent, ...]
+    outputs: tuple[TokenOutput, ...]
+    finished: tuple[Sequence, ...]
+
+
+class StepError(RuntimeError):
+    """A step failed; `outputs` ends every choice that it took down. What was waiting is untouched."""
+
+    def __init__(self, message: str, outputs: list[TokenOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
+class Device(Protocol):
+    """What the engine needs of a worker."""
+
+    def execute(self, output: SchedulerOutput) -> list[SequenceOutput]: ...
+
+
+@dataclass
+class _Request:
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_strings: dict[int, str]  # special tokens that the user named as stop strings
+    num_open: int  # choices not yet finished
+    texts: dict[int, OutputText] = field(default_factory=dict)  # by choice
+
+
+class LLMEngine:
+    """Scheduler, worker and text, one step at a time. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self, scheduler: Scheduler, worker: Device, tokenizer: Tokenizer | None, *, vocab_size: int,
+        eos_token_ids: SequenceOf[int] = (), default_params: dict[str, Any] | None = None, seed: int = 0,
+        on_step: Callable[[StepSnapshot], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        self.default_params = default_params or {}  # what the model's generation_config.json sets
+        self.on_step = on_step
+        self._requests: dict[str, _Request] = {}
+        self._next_seq_id = 0
+        self._random = random.Random(seed)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, on_step: Callable[[StepSnapshot], None] | None = None) -> LLMEngine:
+        """Load everything that `config` names. Raises ConfigError; what can be checked is checked before weights are read."""
+        path = resolve_model(config.model)
+        model_config = load_config(path)
+        max_model_len = config.resolve_max_model_len(model_config.max_position_embeddings)
+        if max_model_len > model_config.max_position_embeddings:
+            logger.warning("max_model_len %d is beyond the %d positions the model was trained for: expect nonsense there",
+                           max_model_len, model_config.max_position_embeddings)
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len, enable_chunked_prefill=config.enable_chunked_prefill,
+            preemption_mode=config.preemption_mode)
+        tokenizer = Tokenizer.from_model(path, chat_template=config.chat_template)
+        vocab_size = min(model_config.vocab_size, tokenizer.vocab_size if tokenizer else model_config.vocab_size)
+        generation_config = load_generation_config(path)
+        eos_token_ids = {*model_config.eos_token_ids, *token_id_tuple(generation_config.get("eos_token_id")),
+                         *(tokenizer.eos_token_ids if tokenizer else ())}
+        default_params = _default_params(generation_config) if config.generation_config == "auto" else {}
+        worker = Worker(config, model_config, path, vocab_size=vocab_size)
+        block_manager = BlockManager(worker.num_blocks, config.block_size, num_host_blocks=config.num_host_blocks,
+                                     enable_prefix_caching=config.enable_prefix_caching)
+        engine = cls(Scheduler(scheduler_config, block_manager), worker, tokenizer, vocab_size=vocab_size,
+                     eos_token_ids=sorted(eos_token_ids), default_params=default_params, seed=config.seed, on_step=on_step)
+        engine._log_what_it_is(config, worker)
+        return engine
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens (prompt + output) of one request: the context, or the whole KV cache where that is smaller."""
+        return self.scheduler.max_num_tokens
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def block(self, block_id: int) -> Block:
+        """A window on one physical block of a real worker."""
+        assert isinstance(self.worker, Worker)
+        return Block(block_id, self.scheduler.block_manager, self.worker.kv_cache)
+
+    def encode(self, prompt: str | SequenceOf[int], *, add_special_tokens: bool = True) -> list[int]:
+        """A prompt as token ids; ids are taken as they are. Raises RequestError for an empty or unknown one."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer, so prompts must be lists of token ids", param="prompt")
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: at least 1 token is needed", param="prompt")
+        for token_id in token_ids:
+            self._check_token_id("prompt", token_id)
+        return token_ids
+
+    def add_request(self, request_id: str, prompt: str | SequenceOf[int], params: SamplingParams) -> None:
+        """Queue a request. Raises RequestError, and keeps nothing of it, when it cannot be served."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        token_ids = self.encode(prompt)
+        for token_id in (params.stop_token_ids or ()):
+            self._check_token_id("stop_token_ids", token_id)
+        for token_id in params.logit_bias:
+            self._check_token_id(f"logit_bias.{token_id}", token_id)
+        self.scheduler.check_fits(len(token_ids))
+        room = self.scheduler.max_num_tokens - len(token_ids)
+        stop_strings = self._special_stop_strings(params)
+        seq = Sequence(
+            seq_id=self._next_seq_id,
+            request_id=request_id,
+            token_ids=token_ids,
+            params=params,
+            seed=params.seed if params.seed is not None else self._random.getrandbits(64),
+            max_num_tokens=len(token_ids) + min(room, params.max_tokens or room),
+            stop_ids=frozenset((*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ()),
+                                *stop_strings)),
+            num_forks=params.n - 1,
+        )
+        self.scheduler.add(seq)
+        self._next_seq_id += params.n
+        self._requests[request_id] = _Request(list(token_ids), params, stop_strings, params.n)
+
+    def abort_request(self, request_id: str) -> None:
+        """End all choices of a request and take their blocks back; an unknown or finished one is left alone."""
+        if self._requests.pop(request_id, None) is not None:
+            for seq in [seq for seq in self.scheduler.unfinished() if seq.request_id == request_id]:
+                self.scheduler.finish(seq, "abort")
+
+    def step(self) -> list[TokenOutput]:
+        """One iteration. StepError when the device failed; the engine has then let go of all that the step touched."""
+        try:
+            schedule = self.scheduler.schedule()
+            results = self.worker.execute(schedule)
+            advanced = self.scheduler.update(schedule, results)
+        except Exception as error:
+            logger.exception("a step failed")
+            raise StepError(f"the step failed: {error}", self._abandon_step()) from error
+        except BaseException:  # the user's Ctrl-C: nobody waits for the outputs, but nothing may be left half-done
+            self._abandon_step()
+            raise
+        outputs = [self._deliver(seq) for seq in advanced]
+        events = self.scheduler.block_manager.take_events()
+        if self.on_step is not None:
+            finished = tuple(seq for seq in advanced if seq.is_finished)
+            self.on_step(StepSnapshot(schedule, events, tuple(outputs), finished))
+        return outputs
+
+    def _deliver(self, seq: Sequence) -> TokenOutput:
+        """What the newest token of `seq` adds to its text; ends it when that completes a stop string."""
+        request = self._requests[seq.request_id]
+        has_token = seq.finish_reason != "error"
+        text, stopped_by = "", None
+        if self.tokenizer is not None:
+            stream = request.texts.get(seq.index) or self._open_text(seq, request)
+            if has_token:
+                text = stream.push(seq.token_ids[-1], hide=self._is_hidden(seq))
+            stopped_by = stream.stopped_by
+            if seq.is_finished and stopped_by is None:
+                text += stream.flush()
+        if stopped_by is not None:
+            self.scheduler.finish(seq, "stop", stopped_by)
+        elif seq.finish_reason == "stop":
+            stopped_by = request.stop_strings.get(seq.token_ids[-1])
+        if seq.is_finished:
+            self._close(seq.request_id)
+        first = seq.num_output_tokens == 1
+        return TokenOutput(
+            request_id=seq.request_id,
+            index=seq.index,
+            text=text,
+            token_ids=(seq.token_ids[-1],) if has_token else (),
+            logprobs=(seq.logprobs[-1],) if has_token else (),
+            finish_reason="stop" if stopped_by is not None else seq.finish_reason,
+            stop_reason=stopped_by if stopped_by is not None else seq.stop_reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=seq.num_cached_tokens,
+            num_output_tokens=seq.num_output_tokens,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if first else (),
+        )
+
+    def _open_text(self, seq: Sequence, request: _Request) -> OutputText:
+        assert self.tokenizer is not None
+        params = request.params
+        stop = tuple(text for text in (params.stop or ()) if text not in request.stop_strings.values())
+        stream = request.texts[seq.index] = OutputText(
+            self.tokenizer, request.prompt_token_ids, stop=stop, min_tokens=params.min_tokens,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_str_in_output=params.include_stop_str_in_output)
+        return stream
+
+    def _is_hidden(self, seq: Sequence) -> bool:
+        """Whether its newest token ended it and is not to be shown."""
+        if seq.finish_reason != "stop" or seq.params.include_stop_str_in_output:
+            return False
+        return seq.params.skip_special_tokens or seq.token_ids[-1] not in self.eos_token_ids
+
+    def _special_stop_strings(self, params: SamplingParams) -> dict[int, str]:
+        """Stop strings that are one special token: never part of the text, so they have to be matched as tokens."""
+        if self.tokenizer is None:
+            return {}
+        found = {self.tokenizer.special_token_id(text): text for text in (params.stop or ())}
+        return {token_id: text for token_id, text in found.items() if token_id is not None}
+
+    def _close(self, request_id: str) -> None:
+        request = self._requests[request_id]
+        request.num_open -= 1
+        if request.num_open == 0:
+            del self._requests[request_id]
+
+    def _abandon_step(self) -> list[TokenOutput]:
+        """End all that runs or is swapped out: their K/V may be half-written. What only waits has nothing to lose."""
+        outputs = []
+        for seq in [*self.scheduler.running, *self.scheduler.swapped]:
+            num_choices = 1 + seq.num_forks
+            self.scheduler.finish(seq, "error")
+            for index in range(seq.index, seq.index + num_choices):
+                self._close(seq.request_id)
+                outputs.append(TokenOutput(seq.request_id, index, "", (), (), "error", None, seq.num_prompt_tokens,
+                                           seq.num_cached_tokens, seq.num_output_tokens))
+        self.scheduler.block_manager.forget_prefixes()
+        return outputs
+
+    def _check_token_id(self, name: str, token_id: Any) -> None:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            raise RequestError(f"{name}: token id {token_id!r:.40} is not in the vocabulary of {self.vocab_size} tokens",
+                               param=name)
+
+    def _log_what_it_is(self, config: EngineConfig, worker: Worker) -> None:
+        blocks = self.scheduler.block_manager
+        logger.info("model %s, dtype %s, device %s", config.model, str(worker.dtype).removeprefix("torch."), worker.device)
+        logger.info("%d blocks of %d = %d tokens of KV cache", blocks.num_blocks, blocks.block_size,
+                    blocks.num_blocks * blocks.block_size)
+        if self.max_model_len < self.scheduler.config.max_model_len:
+            logger.warning("the KV cache is smaller than the context of %d tokens: requests are limited to %d tokens",
+                           self.scheduler.config.max_model_len, self.max_model_len)
+        if self.default_params:
+            logger.info("defaults from generation_config.json: %s; a request's own values win", self.default_params)
+
+
+def _default_params(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The sampling defaults that a model ships. Raises ConfigError for values that no request could have."""
+    found = {ours: generation_config[theirs] for theirs, ours in GENERATION_DEFAULTS.items()
+             if generation_config.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json: {error}; fix it, or ignore it with generation_config='none'") from error
+    return found

@@ -1,0 +1,163 @@
+"""One device: its model, its K/V memory, the copies between pools. Does not know queues, requests or text."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from vllm_mini.block_manager import Transfers
+from vllm_mini.config import ConfigError, EngineConfig, LlamaConfig
+from vllm_mini.llama import LlamaForCausalLM
+from vllm_mini.loader import load_model
+from vllm_mini.model_runner import ModelRunner
+from vllm_mini.paged_attention import ATTENTION_BACKENDS, allocate_kv_cache, copy_blocks
+from vllm_mini.scheduler import ScheduledSequence, SchedulerOutput, SequenceOutput
+from vllm_mini.sequence import SamplingParams, Sequence
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KV_SHARE = 0.25  # of free host memory
+DEFAULT_KV_LIMIT = 4 * 2**30  # bytes
+
+
+class Worker:
+    """Loads the model on its device, makes the K/V pools and executes steps."""
+
+    def __init__(self, config: EngineConfig, model_config: LlamaConfig, path: Path | str, *, vocab_size: int) -> None:
+        """ConfigError when the device, the weights or the memory cannot be had."""
+        self.config = config
+        self.model_config = model_config
+        self.device = _choose_device(config.device)
+        self.dtype = _choose_dtype(config.dtype, self.device)
+        self.vocab_size = vocab_size
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), _usable_cpus()))
+        if config.attention_backend not in ("auto", *ATTENTION_BACKENDS):
+            raise ConfigError(f"attention_backend must be one of auto, {', '.join(ATTENTION_BACKENDS)}; "
+                              f"found {config.attention_backend!r}")
+        self.attention = ATTENTION_BACKENDS["torch" if config.attention_backend == "auto" else config.attention_backend]()
+        self.model: LlamaForCausalLM = load_model(
+            path, model_config, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed)
+        self.num_blocks = config.num_kv_blocks or self._num_blocks_from_memory()
+        self.kv_cache = self._allocate(self.num_blocks, self.device)
+        self.host_kv_cache = self._allocate(config.num_host_blocks, torch.device("cpu"))
+        self.runner = ModelRunner(self.model, self.kv_cache, self.attention, vocab_size=vocab_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """2 (K, V) x layers x K/V heads x head_dim x bytes of one number x block_size."""
+        shape = self.model_config
+        per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * self.dtype.itemsize
+        return per_token * self.config.block_size
+
+    def execute(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        """Make the step's copies, then compute and sample; one answer for each scheduled sequence."""
+        self._transfer(output.transfers)
+        return self.runner.execute(output.scheduled) if output.scheduled else []
+
+    def _transfer(self, transfers: Transfers) -> None:
+        copy_blocks(self.kv_cache, self.host_kv_cache, transfers.swap_out)
+        copy_blocks(self.host_kv_cache, self.kv_cache, transfers.swap_in)
+        copy_blocks(self.kv_cache, self.kv_cache, transfers.copies)
+
+    def _allocate(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        shape = self.model_config
+        try:
+            return allocate_kv_cache(
+                num_blocks, self.config.block_size, num_layers=shape.num_hidden_layers,
+                num_kv_heads=shape.num_key_value_heads, head_dim=shape.head_dim, dtype=self.dtype, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU it is a plain RuntimeError
+            raise ConfigError(f"no memory for {num_blocks} KV blocks of {self.block_bytes:,} bytes on {device}") from error
+
+    def _num_blocks_from_memory(self) -> int:
+        if self.device.type == "cuda":
+            memory = self._free_cuda_memory()
+        else:
+            memory = self.config.kv_cache_memory or int(min(_free_host_memory() * DEFAULT_KV_SHARE, DEFAULT_KV_LIMIT))
+        if memory < self.block_bytes:
+            raise ConfigError(f"{max(memory, 0):,} bytes are left for the KV cache, but one block of "
+                              f"{self.config.block_size} tokens takes {self.block_bytes:,}")
+        return memory // self.block_bytes
+
+    def _free_cuda_memory(self) -> int:
+        """Bytes for K/V: the allowed share of the device, less what the weights and the largest step take at their peak."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.reset_peak_memory_stats(self.device)
+        profile_bytes = self._profile_largest_step()
+        peak = torch.cuda.max_memory_allocated(self.device) - profile_bytes
+        torch.cuda.empty_cache()
+        logger.info("profiling run: weights and activations take %.2f GiB at their peak", peak / 2**30)
+        return int(total * self.config.gpu_memory_utilization) - peak
+
+    def _profile_largest_step(self) -> int:
+        """Run one step of max_num_batched_tokens on a pool of its own; returns the bytes of that pool."""
+        length = min(self.config.max_num_batched_tokens, self.model_config.max_position_embeddings)
+        num_seqs = -(-self.config.max_num_batched_tokens // length)
+        blocks_each = -(-length // self.config.block_size)
+        pool = self._allocate(num_seqs * blocks_each, self.device)
+        runner = ModelRunner(self.model, pool, self.attention, vocab_size=self.vocab_size)
+        scheduled = []
+        for row in range(num_seqs):
+            seq = Sequence(seq_id=row, request_id="profile", token_ids=[0] * length, seed=0, max_num_tokens=length + 1,
+                           params=SamplingParams(top_p=0.9),
+                           block_table=list(range(row * blocks_each, (row + 1) * blocks_each)))
+            scheduled.append(ScheduledSequence(seq, 0, length, length, 1))
+        runner.execute(scheduled)
+        torch.cuda.synchronize(self.device)
+        return pool.nbytes
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known; use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch finds no CUDA device here")
+    return device
+
+
+def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device computes in it natively, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    native: Callable[[], bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    return torch.bfloat16 if native() else torch.float32
+
+
+def _usable_cpus() -> int:
+    """CPUs that this process may use: affinity and, in a container, its quota."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read_cgroup("cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        usable = min(usable, max(1, round(int(quota[0]) / int(quota[1]))))
+    return usable
+
+
+def _free_host_memory() -> int:
+    """Bytes that could be used now; a container's limit counts."""
+    free = psutil.virtual_memory().available
+    limit = _read_cgroup("memory.max")
+    if limit.isdigit():
+        free = min(free, int(limit) - int(_read_cgroup("memory.current") or 0))
+    return free
+
+
+def _read_cgroup(name: str) -> str:
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return ""
