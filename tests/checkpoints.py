@@ -4,9 +4,9 @@
     model = load(checkpoint.path)                                      # ours, float32
     assert_same_logits(model, checkpoint.reference, [1, 2, 3])
 
-A keyword that a factory does not know goes to transformers.LlamaConfig. The defaults (TINY) are 2 layers, hidden size 64,
-4 heads over 2 K/V heads, 512 tokens, no end token, and weights from N(0, 0.2): large enough that tokens far back change
-the output and a wrong K/V entry, position or norm shows. Norm weights are random too. No function here uses a network.
+A keyword that a factory does not know goes to transformers.LlamaConfig. The defaults (TINY) are 2 layers, hidden size
+64, 4 heads over 2 K/V heads, 512 tokens, no end token, and weights from N(0, 0.2): large enough that tokens far back
+change the output and a wrong K/V entry, position or norm shows. Norm weights are random too. Nothing uses a network.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
 def make_reference(*, seed: int = 0, std: float = 0.2, **config: Any) -> transformers.LlamaForCausalLM:
     """A random Hugging Face Llama; every weight, bias and norm is drawn from the seed."""
     settings = {**TINY, **config}
-    # transformers refuses a hidden size that the heads do not divide, even with a head_dim of its own; the model does not.
+    # transformers' config refuses a hidden size that the heads do not divide; its model does not mind.
     hidden_size = settings.pop("hidden_size")
     hf_config = transformers.LlamaConfig(hidden_size=settings["num_attention_heads"] * 2, **settings)
     hf_config.head_dim = settings.get("head_dim") or hidden_size // settings["num_attention_heads"]
@@ -69,16 +69,25 @@ def write_checkpoint(
 
     With another dtype, the reference keeps the rounded weights, in float32.
     """
-    reference = make_reference(seed=seed, std=std, **config).to(dtype)
+    reference = cast_parameters(make_reference(seed=seed, std=std, **config), dtype)
     hf_config, hidden_size = reference.config, reference.config.hidden_size
     hf_config.hidden_size = hf_config.num_attention_heads  # see make_reference
     reference.save_pretrained(folder, max_shard_size=max_shard_size)
     hf_config.hidden_size = hidden_size
     edit_config(folder, hidden_size=hidden_size)
-    return Checkpoint(folder, reference.float())
+    return Checkpoint(folder, cast_parameters(reference, torch.float32))
 
 
-def write_scripted_checkpoint(folder: Path, next_tokens: dict[int, int], *, vocab_size: int = 64, **config: Any) -> Checkpoint:
+def cast_parameters(model: transformers.LlamaForCausalLM, dtype: torch.dtype) -> transformers.LlamaForCausalLM:
+    """As from_pretrained(dtype=...) does; model.to(dtype) would round the rotary frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def write_scripted_checkpoint(
+    folder: Path, next_tokens: dict[int, int], *, vocab_size: int = 64, **config: Any,
+) -> Checkpoint:
     """A model whose greedy next token is a function of the last token alone (SCRIPT); without an entry: token + 1."""
     hidden_size = config.pop("hidden_size", vocab_size)
     reference = make_reference(vocab_size=vocab_size, hidden_size=hidden_size, **config)
@@ -112,7 +121,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer.json whose tokens are the 256 bytes and SPECIAL_TOKENS (use vocab_size >= 259), with a ChatML template."""
+    """A tokenizer.json of the 256 bytes and SPECIAL_TOKENS (so vocab_size >= 259), with a ChatML template."""
     byte_tokens = _byte_tokens()
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
@@ -153,8 +162,8 @@ def write_gguf(
 ) -> Checkpoint:
     """The reference as llama.cpp's convert_hf_to_gguf.py writes it: renamed, Q and K rows permuted, RoPE in metadata.
 
-    quantization names a gguf.GGMLQuantizationType for the matrices (F32, F16, BF16, Q8_0, Q4_0, Q4_1, ...); vectors stay
-    F32. tokenizer adds the tokens of write_byte_tokenizer as a "gpt2" vocabulary. metadata adds or replaces keys (None
+    quantization names a gguf.GGMLQuantizationType for the matrices (F32, F16, BF16, Q8_0, Q4_1, ...); vectors stay F32.
+    tokenizer adds the tokens of write_byte_tokenizer as a "gpt2" vocabulary. metadata adds or replaces keys (None
     removes one); edit may change the float32 arrays, under their GGUF names, before they are quantized.
     """
     config = reference.config
@@ -227,7 +236,8 @@ def _gguf_tokenizer() -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [1] * 256 + [3] * len(SPECIAL_TOKENS),  # normal, control
         "tokenizer.ggml.merges": [f"{tokens[0]} {tokens[1]}"],  # a list must have an entry to have a type
-        "tokenizer.ggml.eos_token_id": 258, "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": CHAT_TEMPLATE,
+        "tokenizer.ggml.eos_token_id": 258, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
     }
 
 
@@ -245,7 +255,7 @@ def load(path: Path | str | None, *, dtype: torch.dtype = torch.float32, load_fo
 
 
 def model_logits(model: LlamaForCausalLM, token_ids: Sequence[int], *, start: int = 0) -> Tensor:
-    """Our logits of one sequence computed in one step: [num_tokens, vocab_size]; `start` is its first token's position."""
+    """Our logits of one sequence, in one step: [num_tokens, vocab_size]; `start` is the first token's position."""
     config, num_tokens, block_size = model.config, len(token_ids), 16
     num_blocks = -(-num_tokens // block_size)
     kv_cache = allocate_kv_cache(num_blocks, block_size, num_layers=config.num_hidden_layers,

@@ -1,8 +1,8 @@
 """A device one can reason about: the K/V entry of a slot is the hash of the tokens up to there. No tensors.
 
 `FakeDevice` answers a step as the worker does, but draws the next token only from the entries it reads through the
-block table, after it has made sure that each is the entry of the sequence's own prefix. So a wrong table, a lost copy or
-a false prefix hit cannot hide. `FakeEngine` is the engine's loop around it and recounts everything after each step.
+block table, after it has made sure that each is the entry of the sequence's own prefix. So a wrong table, a lost copy
+or a false prefix hit cannot hide. `FakeEngine` is the engine's loop around it and recounts everything after each step.
 `run_alone` is the reference: the same rule without blocks, batches or a scheduler.
 """
 
@@ -45,7 +45,8 @@ def make_block_manager(num_blocks: int = 64, block_size: int = 4, **kwargs) -> B
 
 
 def make_scheduler(
-    num_blocks: int = 64, block_size: int = 4, *, num_host_blocks: int = 0, enable_prefix_caching: bool = True, **config,
+    num_blocks: int = 64, block_size: int = 4, *, num_host_blocks: int = 0, enable_prefix_caching: bool = True,
+    **config,
 ) -> Scheduler:
     """A scheduler with a pool of its own; other keywords are those of SchedulerConfig."""
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
@@ -79,7 +80,7 @@ def sample(entries: list[int], seed: int, index: int, vocab_size: int, errors: E
 def run_alone(
     seq: Sequence, *, index: int | None = None, vocab_size: int = VOCAB_SIZE, errors: Errors | None = None,
 ) -> Outcome:
-    """What a choice of this request gets with a device of its own: all its context in one piece, recomputed each time."""
+    """What a choice of this request gets with a device of its own: its context in one piece, recomputed each time."""
     index = seq.index if index is None else index
     token_ids = seq.token_ids[: seq.num_prompt_tokens]
     logprobs: list[TokenLogprobs | None] = []
@@ -99,7 +100,7 @@ def run_alone(
 
 
 def prompt_logprobs_alone(seq: Sequence) -> list[TokenLogprobs | None]:
-    """What `FakeDevice` must have said about the whole prompt, in however many chunks: nothing about the first token."""
+    """What `FakeDevice` must have said about a prompt, in however many chunks: nothing about its first token."""
     entries = prefix_entries(seq.token_ids[: seq.num_prompt_tokens])
     return [None] + [_token_logprobs(entry) for entry in entries[1:]]
 
@@ -271,10 +272,12 @@ class FakeEngine:
     def check_drained(self) -> None:
         """Nothing is held by anybody."""
         assert not self.scheduler.has_unfinished()
-        assert self.blocks.num_used_blocks == 0 and len(self.blocks.free_blocks) == self.blocks.num_blocks
+        assert self.blocks.num_used_blocks == 0
+        assert len(self.blocks.free_blocks) == self.blocks.num_blocks
         assert self.blocks.ref_counts == [0] * self.blocks.num_blocks
         assert len(self.blocks.free_host_blocks) == self.blocks.num_host_blocks
-        assert not self.blocks.block_tables and not self.blocks.host_tables
+        assert not self.blocks.block_tables
+        assert not self.blocks.host_tables
 
     def _meet(self, seq: Sequence) -> None:
         self.sequences[seq.seq_id] = seq
@@ -296,7 +299,9 @@ class FakeEngine:
             left -= item.num_tokens
         assert output.num_batched_tokens == config.max_num_batched_tokens - left
         behind = [*self.scheduler.swapped, *self.scheduler.waiting]
-        if not behind or output.preempted or not left or num_runners + 1 + behind[0].num_forks > self.scheduler.max_num_seqs:
+        if not behind or output.preempted or not left:
+            return
+        if num_runners + 1 + behind[0].num_forks > self.scheduler.max_num_seqs:
             return
         num_needed = -(-behind[0].num_tokens // self.blocks.block_size)
         fits_budget = config.enable_chunked_prefill or behind[0].num_tokens - behind[0].num_computed_tokens <= left
@@ -316,7 +321,7 @@ class FakeEngine:
                 assert list(block_ids) == table[: len(block_ids)], f"{kind}: sequence {seq_id} held {table}"
                 table.clear()
             else:
-                assert kind == "evict" and seq_id == -1, f"unknown event {kind}"
+                assert (kind, seq_id) == ("evict", -1), f"unknown event {kind}"
             if not table:
                 del self._replayed[seq_id]
 
@@ -329,4 +334,4 @@ class FakeEngine:
                 assert self._prefixes.setdefault(seq.block_hashes[i], named) == named, "one hash for two prefixes"
             self._num_hashes[seq.seq_id] = len(seq.block_hashes)
         for block_hash, block_id in self.blocks.cached_blocks.items():
-            assert self.device.blocks[block_id] == self._prefixes[block_hash], f"block {block_id} is not what the index says"
+            assert self.device.blocks[block_id] == self._prefixes[block_hash], f"block {block_id}: the index is wrong"

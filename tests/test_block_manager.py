@@ -1,4 +1,4 @@
-"""Which block holds which tokens: counts, sharing, forks, host blocks, the prefix index. Ids as BM-01 name field cases."""
+"""Which block holds which tokens: counts, forks, host blocks, prefixes, events. BM_01 and the like name field cases."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def state_of(blocks: BlockManager) -> tuple:
     """All that a call which refuses must leave alone."""
     tables = {seq_id: list(table) for seq_id, table in blocks.block_tables.items()}
     hosts = {seq_id: list(table) for seq_id, table in blocks.host_tables.items()}
-    return (list(blocks.ref_counts), list(blocks.free_blocks), tables, list(blocks.block_hashes), dict(blocks.cached_blocks),
-            list(blocks.free_host_blocks), hosts, blocks.num_prefix_queries, blocks.num_prefix_hits)
+    return (list(blocks.ref_counts), list(blocks.free_blocks), tables, list(blocks.free_host_blocks), hosts,
+            list(blocks.block_hashes), dict(blocks.cached_blocks), blocks.num_prefix_queries, blocks.num_prefix_hits)
 
 
 def compute(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
@@ -37,7 +37,8 @@ def admit_and_compute(blocks: BlockManager, *seqs: Sequence) -> None:
 
 class TestBlockCounts:
     @pytest.mark.parametrize(("block_size", "num_tokens", "num_blocks"), [
-        (4, 0, 0), (4, 1, 1), (4, 3, 1), (4, 4, 1), (4, 5, 2), (4, 8, 2), (4, 9, 3), (1, 7, 7), (16, 16, 1), (16, 17, 2),
+        (4, 0, 0), (4, 1, 1), (4, 3, 1), (4, 4, 1), (4, 5, 2), (4, 8, 2), (4, 9, 3), (1, 7, 7), (16, 16, 1),
+        (16, 17, 2),
     ])
     def test_num_blocks_for_rounds_up_to_whole_blocks(self, block_size, num_tokens, num_blocks):
         assert make_block_manager(8, block_size).num_blocks_for(num_tokens) == num_blocks
@@ -46,7 +47,8 @@ class TestBlockCounts:
         blocks = make_block_manager(8, 4)
         seq = make_sequence(prompt=9)
         assert blocks.admit(seq)
-        assert len(seq.block_table) == 3 and blocks.num_used_blocks == 3
+        assert len(seq.block_table) == 3
+        assert blocks.num_used_blocks == 3
         assert blocks.block_tables == {seq.seq_id: seq.block_table}
         assert [blocks.ref_counts[block_id] for block_id in seq.block_table] == [1, 1, 1]
 
@@ -57,7 +59,8 @@ class TestBlockCounts:
         late = make_sequence(1, 9)
         assert not blocks.admit(late)
         assert state_of(blocks) == before
-        assert not late.block_table and late.num_computed_tokens == 0
+        assert not late.block_table
+        assert late.num_computed_tokens == 0
         assert blocks.admit(make_sequence(2, 8)), "what is left must still be usable to the last block"
 
     def test_admission_leaves_the_asked_headroom_free_and_not_more(self):
@@ -154,14 +157,17 @@ class TestForks:
     @pytest.mark.parametrize(("block_size", "num_prompt_tokens", "num_copies"), [
         (16, 20, 2), (16, 17, 2), (16, 31, 2), (16, 15, 2), (16, 16, 0), (16, 32, 0), (4, 20, 0), (4, 18, 2), (1, 5, 0),
     ])
-    def test_forks_share_the_prompt_and_copy_only_its_partial_block_BM_05(self, block_size, num_prompt_tokens, num_copies):
+    def test_forks_share_the_prompt_and_copy_only_its_partial_block_BM_05(
+        self, block_size, num_prompt_tokens, num_copies,
+    ):
         engine = make_engine(64, block_size)
         parent = make_sequence(prompt=num_prompt_tokens, max_tokens=20, n=3, seed=1)
         engine.add(parent)
         engine.step()
         num_full = num_prompt_tokens // block_size
         tables = list(engine.blocks.block_tables.values())
-        assert len(tables) == 3 and tables[0] == tables[1] == tables[2]
+        assert len(tables) == 3
+        assert tables[0] == tables[1] == tables[2]
         assert {engine.blocks.ref_counts[block_id] for block_id in tables[0]} == {3}
         copies = [*engine.step().transfers.copies]
         assert len(copies) == num_copies, "the last holder of a shared block writes in place"
@@ -199,7 +205,8 @@ class TestForks:
         parent.token_ids.append(0)
         before = state_of(blocks)
         assert not blocks.grow(parent)
-        assert state_of(blocks) == before and blocks.take_transfers().copies == []
+        assert state_of(blocks) == before
+        assert blocks.take_transfers().copies == []
         blocks.release(child)
         assert blocks.grow(parent), "the only holder needs no copy"
 
@@ -235,9 +242,11 @@ class TestHostBlocks:
         compute(blocks, seq, 6)
         table = list(seq.block_table)
         assert blocks.swap_out(seq)
-        assert len(table) == 4 and len(seq.host_blocks) == 2, "only blocks that hold something are worth a copy"
+        assert len(table) == 4
+        assert len(seq.host_blocks) == 2, "only blocks that hold something are worth a copy"
         assert blocks.take_transfers().swap_out == list(zip(table, seq.host_blocks))
-        assert blocks.num_used_blocks == 0 and len(blocks.free_host_blocks) == 6
+        assert blocks.num_used_blocks == 0
+        assert len(blocks.free_host_blocks) == 6
         assert seq.num_computed_tokens == 6, "it goes on where it was"
         blocks.check()
 
@@ -250,7 +259,9 @@ class TestHostBlocks:
         blocks.take_transfers()
         assert blocks.admit(seq)
         assert blocks.take_transfers().swap_in == list(zip(host_blocks, seq.block_table))
-        assert seq.num_computed_tokens == 10 and not seq.host_blocks and len(blocks.free_host_blocks) == 3
+        assert seq.num_computed_tokens == 10
+        assert not seq.host_blocks
+        assert len(blocks.free_host_blocks) == 3
         blocks.check()
 
     @pytest.mark.parametrize(("num_host_blocks", "fits"), [(0, False), (1, False), (2, False), (3, True)])
@@ -288,7 +299,9 @@ class TestHostBlocks:
         admit_and_compute(blocks, seq)
         assert blocks.swap_out(seq)
         blocks.release(seq)
-        assert sorted(blocks.free_host_blocks) == [0, 1, 2, 3] and not blocks.host_tables and not seq.host_blocks
+        assert sorted(blocks.free_host_blocks) == [0, 1, 2, 3]
+        assert not blocks.host_tables
+        assert not seq.host_blocks
         blocks.check()
 
     def test_swapping_out_one_sharer_leaves_the_others_their_blocks(self):
@@ -299,7 +312,8 @@ class TestHostBlocks:
         blocks.fork(parent, child)
         shared = list(parent.block_table)
         assert blocks.swap_out(child)
-        assert parent.block_table == shared and [blocks.ref_counts[block_id] for block_id in shared] == [1, 1, 1]
+        assert parent.block_table == shared
+        assert [blocks.ref_counts[block_id] for block_id in shared] == [1, 1, 1]
         assert blocks.admit(child)
         assert not set(child.block_table) & set(shared)
         blocks.check()
@@ -315,7 +329,8 @@ class TestHostBlocks:
         assert blocks.admit(seq)
         late = make_sequence(2, range(10))
         assert blocks.admit(late)
-        assert late.num_computed_tokens == 8 and late.block_table[:2] == seq.block_table[:2]
+        assert late.num_computed_tokens == 8
+        assert late.block_table[:2] == seq.block_table[:2]
 
 
 class TestPrefixIndex:
@@ -328,13 +343,15 @@ class TestPrefixIndex:
         # Six blocks: the other request's five full ones and its partial one took the place of everything.
         engine.run(again)
         assert again.num_cached_tokens == 0
-        assert again.output_token_ids == first.output_token_ids and again.logprobs == first.logprobs
+        assert again.output_token_ids == first.output_token_ids
+        assert again.logprobs == first.logprobs
         engine.check_outputs()
 
     @pytest.mark.parametrize("num_blocks", range(5, 16))
     def test_what_survived_of_a_prefix_is_hit_and_nothing_else_BM_01(self, num_blocks):
         engine = make_engine(num_blocks, 4)
-        for seq_id, prompt in enumerate((range(10, 22), range(100, 116), range(10, 22), range(100, 116), range(10, 22))):
+        one, other = range(10, 22), range(100, 116)
+        for seq_id, prompt in enumerate((one, other, one, other, one)):
             engine.run(make_sequence(seq_id, prompt, max_tokens=2, seed=0))
         engine.check_outputs()
         if num_blocks >= 9:  # both prompts and an output block
@@ -368,7 +385,8 @@ class TestPrefixIndex:
         assert output.scheduled[0].num_tokens == num_prompt_tokens - num_cached >= 1
         first, second = engine.run()
         assert second.num_cached_tokens == num_cached
-        assert second.output_token_ids == first.output_token_ids and second.logprobs == first.logprobs
+        assert second.output_token_ids == first.output_token_ids
+        assert second.logprobs == first.logprobs
 
     @pytest.mark.parametrize("budget", [64, 10, 51, 512])
     def test_equal_prompts_in_one_burst_compute_it_once_PC_02(self, budget):
@@ -390,7 +408,8 @@ class TestPrefixIndex:
         assert blocks.admit(first)
         compute(blocks, first, 7)  # one full block and three tokens of the next
         assert blocks.admit(second)
-        assert second.num_computed_tokens == 4 and second.block_table[0] == first.block_table[0]
+        assert second.num_computed_tokens == 4
+        assert second.block_table[0] == first.block_table[0]
         assert not set(second.block_table[1:]) & set(first.block_table)
         compute(blocks, first, 1)
         third = make_sequence(2, range(17))
@@ -420,7 +439,8 @@ class TestPrefixIndex:
     def test_only_an_identical_full_history_hits_PC_05(self):
         engine = make_engine(64, 4)
         same = [50, 51, 52, 53]
-        prompts = [[1, 2, 3, 4, *same, 9], [5, 6, 7, 8, *same, 9], [*same, 9], [*same, *same, 9], [1, 2, 3, 4, 9, *same, 9]]
+        prompts = [[1, 2, 3, 4, *same, 9], [5, 6, 7, 8, *same, 9], [*same, 9],
+                   [*same, *same, 9], [1, 2, 3, 4, 9, *same, 9]]
         for seq_id, prompt in enumerate(prompts):
             engine.run(make_sequence(seq_id, prompt))
         # The last two begin as an earlier one did, for one block.
@@ -430,7 +450,8 @@ class TestPrefixIndex:
     def test_hashes_tell_block_boundaries_and_large_ids_apart_PC_05(self):
         blocks = make_block_manager(64, 2)
         admit_and_compute(blocks, make_sequence(0, [1, 23, 4, 5, 0]), make_sequence(1, [2**31, 2**40, 1, 1, 0]))
-        for seq_id, prompt in enumerate(([12, 3, 4, 5, 0], [1, 2, 3, 4, 0], [0, 0, 1, 1, 0], [23, 1, 4, 5, 0]), start=2):
+        others = [[12, 3, 4, 5, 0], [1, 2, 3, 4, 0], [0, 0, 1, 1, 0], [23, 1, 4, 5, 0]]
+        for seq_id, prompt in enumerate(others, start=2):
             seq = make_sequence(seq_id, prompt)
             assert blocks.admit(seq)
             assert seq.num_computed_tokens == 0, prompt
@@ -512,7 +533,8 @@ class TestPrefixIndex:
         for seq_id in range(3):
             engine.run(make_sequence(seq_id, range(9)))
             assert engine.sequences[seq_id].num_cached_tokens == 0
-        assert not engine.blocks.cached_blocks and set(engine.blocks.block_hashes) == {None}
+        assert not engine.blocks.cached_blocks
+        assert set(engine.blocks.block_hashes) == {None}
         assert (engine.blocks.num_prefix_queries, engine.blocks.num_prefix_hits) == (0, 0)
         engine.check_outputs()
 
@@ -534,10 +556,12 @@ class TestPrefixIndex:
         assert seq.block_table == table
         for seq_id, prompt in ((2, range(9)), (3, range(50, 59))):
             late = make_sequence(seq_id, prompt)
-            assert blocks.admit(late) and late.num_computed_tokens == 0
+            assert blocks.admit(late)
+            assert late.num_computed_tokens == 0
             compute(blocks, late)
         again = make_sequence(4, range(9))
-        assert blocks.admit(again) and again.num_computed_tokens == 8, "what was computed since then may be shared"
+        assert blocks.admit(again)
+        assert again.num_computed_tokens == 8, "what was computed since then may be shared"
         blocks.check()
 
 
@@ -567,7 +591,8 @@ class TestEvents:
         second = make_sequence(1, range(9))
         assert blocks.admit(second)
         kinds = {event.kind: event for event in blocks.take_events()}
-        assert set(kinds) == {"share", "allocate"} and kinds["share"] == ("share", 1, shared)
+        assert set(kinds) == {"share", "allocate"}
+        assert kinds["share"] == ("share", 1, shared)
         blocks.release(second)
         assert blocks.admit(make_sequence(2, 12))
         assert [event.kind for event in blocks.take_events()].count("evict") == 2
@@ -692,7 +717,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_computed, num_cached = seq.num_computed_tokens, seq.num_cached_tokens
         if self.admit(seq, headroom):
             self.parked.remove(seq)
-            assert seq.num_computed_tokens >= num_computed and seq.num_cached_tokens == num_cached
+            assert seq.num_computed_tokens >= num_computed
+            assert seq.num_cached_tokens == num_cached
 
     @precondition(lambda self: self.running or self.parked)
     @rule(data=st.data())
@@ -700,7 +726,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.running + self.parked))
         (self.running if seq in self.running else self.parked).remove(seq)
         self.blocks.release(seq)
-        assert not seq.block_table and not seq.host_blocks
+        assert not seq.block_table
+        assert not seq.host_blocks
 
     @rule()
     def forget_prefixes(self):
@@ -725,8 +752,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for seq in self.running + self.parked:
             self.blocks.release(seq)
         self.blocks.check()
-        assert self.blocks.num_used_blocks == 0 and len(self.blocks.free_host_blocks) == self.blocks.num_host_blocks
+        assert self.blocks.num_used_blocks == 0
+        assert len(self.blocks.free_host_blocks) == self.blocks.num_host_blocks
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+BlockManagerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 TestBlockManagerUnderAnyOrderOfCalls = BlockManagerMachine.TestCase

@@ -15,7 +15,7 @@ from fake_device import FakeEngine, make_engine, make_sequence, prompt_logprobs_
 from vllm_mini.sequence import RequestError, Sequence
 
 RUNS_PER_TEST = 200
-NUM_TESTS = 12
+NUM_TESTS = 20
 ALPHABET = 3
 
 
@@ -146,8 +146,8 @@ def note(seen: Counter, engine: FakeEngine, output) -> None:
 
 EVERYTHING = {
     "refused", "abort running", "abort swapped", "abort waiting", "abort of a fork", "abort with host blocks",
-    "preempted with a copy", "preempted without", "swap_out", "swap_in", "copy-on-write", "prefix hit", "hit on resuming",
-    "chunk", "fork preempted", "preempted in its prompt",
+    "preempted with a copy", "preempted without", "swap_out", "swap_in", "copy-on-write", "prefix hit",
+    "hit on resuming", "chunk", "fork preempted", "preempted in its prompt",
     "ended by stop", "ended by length", "ended by abort", "ended by error",
 }
 

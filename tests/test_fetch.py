@@ -46,7 +46,8 @@ def fake_pip(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
     monkeypatch.setattr(fetch, "PIP", (sys.executable, str(script)))
 
     def install(code: str = "shutil.copy(wheel, folder)") -> None:
-        script.write_text(f"{PREAMBLE}wheel = pathlib.Path({str(wheel)!r})\nruns = {str(tmp_path / 'runs')!r}\n{code}\n")
+        places = f"wheel = pathlib.Path({str(wheel)!r}); runs = {str(tmp_path / 'runs')!r}"
+        script.write_text(f"{PREAMBLE}{places}\n{code}\n")
 
     install()
     return install

@@ -15,8 +15,9 @@ from vllm_mini.config import ConfigError, SchedulerConfig
 from vllm_mini.scheduler import SequenceOutput
 from vllm_mini.sequence import RequestError, SampledToken, Sequence, SequenceStatus
 
-MODES = [("recompute", 0), ("swap", 0), ("swap", 1), ("swap", 4), ("swap", 100)]
-in_each_mode = pytest.mark.parametrize(("preemption_mode", "num_host_blocks"), MODES)
+MODES = [{"preemption_mode": "recompute"}] + [
+    {"preemption_mode": "swap", "num_host_blocks": num_host_blocks} for num_host_blocks in (0, 1, 4, 100)]
+in_each_mode = pytest.mark.parametrize("mode", MODES, ids=["recompute", "swap-0", "swap-1", "swap-4", "swap-100"])
 
 
 def shares(output) -> dict[int, int]:
@@ -46,7 +47,8 @@ class TestOneStep:
         (item,) = output.scheduled
         assert (item.seq, item.start, item.num_tokens, item.num_known_tokens, item.num_samples) == (seq, 0, 10, 10, 1)
         assert (output.admitted, output.resumed, output.preempted) == ((seq,), (), ())
-        assert item.is_prefill and output.num_batched_tokens == 10
+        assert item.is_prefill
+        assert output.num_batched_tokens == 10
 
     def test_later_steps_give_one_token_and_are_no_prefill(self):
         engine = make_engine()
@@ -63,7 +65,8 @@ class TestOneStep:
 
     def test_nothing_to_do_is_an_empty_step(self):
         scheduler = make_scheduler()
-        assert scheduler.schedule().scheduled == () and not scheduler.has_unfinished()
+        assert scheduler.schedule().scheduled == ()
+        assert not scheduler.has_unfinished()
 
     def test_work_that_cannot_start_raises_instead_of_waiting_for_ever(self):
         scheduler = make_scheduler(4, 4)
@@ -97,7 +100,8 @@ class TestOneStep:
         output = scheduler.schedule()
         answer = [SequenceOutput((SampledToken(7),)), SequenceOutput()]
         assert scheduler.update(output, answer) == [first]
-        assert first.output_token_ids == [7] and second.num_computed_tokens == 8
+        assert first.output_token_ids == [7]
+        assert second.num_computed_tokens == 8
 
     @pytest.mark.parametrize("n", [1, 2, 3, 7])
     def test_the_fake_engine_agrees_with_the_reference_in_a_roomy_pool(self, n):
@@ -113,8 +117,10 @@ class TestLimits:
         engine = make_engine(8, 4, max_model_len=64)
         with pytest.raises(RequestError, match=r"32 tokens \(8 blocks of 4\)") as error:
             engine.add(make_sequence(0, 40, max_tokens=5))
-        assert "45 tokens" in str(error.value) and "12 blocks" in str(error.value)
-        assert error.value.code == "kv_capacity_exceeded" and error.value.param
+        assert "45 tokens" in str(error.value)
+        assert "12 blocks" in str(error.value)
+        assert error.value.code == "kv_capacity_exceeded"
+        assert error.value.param
         assert not engine.scheduler.has_unfinished()
         engine.run(make_sequence(1, 5, max_tokens=5))
         assert len(engine.steps) == 5
@@ -125,9 +131,9 @@ class TestLimits:
     ])
     @in_each_mode
     def test_whatever_fits_the_pool_to_the_last_slot_is_served_SC_01(
-        self, num_prompt_tokens, max_tokens, fits, preemption_mode, num_host_blocks,
+        self, num_prompt_tokens, max_tokens, fits, mode,
     ):
-        engine = make_engine(8, 4, max_model_len=64, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+        engine = make_engine(8, 4, max_model_len=64, **mode)
         small = make_sequence(1, 5, max_tokens=5)
         if fits:
             engine.add(make_sequence(0, num_prompt_tokens, max_tokens=max_tokens))
@@ -162,15 +168,16 @@ class TestLimits:
         engine = make_engine(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         with pytest.raises(RequestError, match=f"at most {limit}") as error:
             engine.add(make_sequence(0, n=limit + 1, max_tokens=4))
-        assert error.value.param == "n" and not engine.scheduler.has_unfinished()
+        assert error.value.param == "n"
+        assert not engine.scheduler.has_unfinished()
         engine.run(make_sequence(10, n=limit, max_tokens=4), make_sequence(50, max_tokens=4))
         assert len(engine.sequences) == limit + 1
         engine.check_outputs()
 
     def test_running_choices_never_exceed_max_num_seqs(self):
         engine = make_engine(max_num_seqs=3)
-        engine.add(make_sequence(0, max_tokens=3), make_sequence(1, n=2, max_tokens=4), make_sequence(3, n=3, max_tokens=3),
-                   make_sequence(6))
+        engine.add(make_sequence(0, max_tokens=3), make_sequence(1, n=2, max_tokens=4),
+                   make_sequence(3, n=3, max_tokens=3), make_sequence(6))
         counts = []
         while engine.scheduler.has_unfinished():
             engine.step()
@@ -188,7 +195,8 @@ class TestLimits:
 
 class TestChunks:
     @pytest.mark.parametrize(("n", "budget"), [
-        *((1, budget) for budget in (1, 7, 8, 10, 15, 29, 30, 31, 4096)), *((3, budget) for budget in (3, 7, 29, 30, 31)),
+        *((1, budget) for budget in (1, 7, 8, 10, 15, 29, 30, 31, 4096)),
+        *((3, budget) for budget in (3, 7, 29, 30, 31)),
     ])
     @pytest.mark.parametrize("enable_prefix_caching", [True, False])
     def test_only_the_last_chunk_samples_SC_05(self, budget, n, enable_prefix_caching):
@@ -198,17 +206,19 @@ class TestChunks:
         num_samples = [sum(item.num_samples for item in output.scheduled) for output in engine.steps]
         assert num_samples == [0] * (num_chunks - 1) + [n] * 5
         prompt_shares = [output.scheduled[0].num_tokens for output in engine.steps[:num_chunks]]
-        assert sum(prompt_shares) == 30 and set(prompt_shares[:-1]) <= {budget}
-        assert all(item.is_prefill == (i < num_chunks) for i, output in enumerate(engine.steps) for item in output.scheduled)
+        assert sum(prompt_shares) == 30
+        assert set(prompt_shares[:-1]) <= {budget}
+        for i, output in enumerate(engine.steps):
+            assert {item.is_prefill for item in output.scheduled} == {i < num_chunks}
         for seq in engine.sequences.values():
-            assert seq.num_prompt_tokens == 30 and len(seq.logprobs) == seq.num_output_tokens == 5
+            assert seq.num_prompt_tokens == 30
+            assert len(seq.logprobs) == seq.num_output_tokens == 5
         engine.check_outputs()
 
     @pytest.mark.parametrize("budget", [32, 3, 2, 33])
     @in_each_mode
-    def test_a_decode_gets_its_token_in_each_step_of_a_long_prompt_SC_03(self, budget, preemption_mode, num_host_blocks):
-        engine = make_engine(400, 4, max_num_batched_tokens=budget, max_model_len=2048, preemption_mode=preemption_mode,
-                             num_host_blocks=num_host_blocks)
+    def test_a_decode_gets_its_token_in_each_step_of_a_long_prompt_SC_03(self, budget, mode):
+        engine = make_engine(400, 4, max_num_batched_tokens=budget, max_model_len=2048, **mode)
         short = make_sequence(0, 5, max_tokens=200)
         engine.add(short)
         while short.num_output_tokens < 10:
@@ -245,10 +255,10 @@ class TestChunks:
         assert SchedulerConfig(max_num_batched_tokens=256, max_model_len=256, enable_chunked_prefill=False)
 
     @in_each_mode
-    def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole_CF_02(self, preemption_mode, num_host_blocks):
+    def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole_CF_02(self, mode):
         engine = make_engine(
             40, 4, max_num_batched_tokens=64, max_model_len=64, enable_chunked_prefill=False,
-            preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+            **mode)
         lengths = [5, 63, 1, 62, 60, 3, 40, 30]
         engine.run(*(make_sequence(seq_id, length, max_tokens=64 - length if length > 50 else 9)
                      for seq_id, length in enumerate(lengths)))
@@ -293,8 +303,8 @@ class TestOrder:
         assert len(engine.steps) == 3 + 9
 
     @in_each_mode
-    def test_preempted_sequence_resumes_before_any_waiting_one(self, preemption_mode, num_host_blocks):
-        engine = two_that_cannot_both_grow(preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+    def test_preempted_sequence_resumes_before_any_waiting_one(self, mode):
+        engine = two_that_cannot_both_grow(**mode)
         victim = step_until_preempted(engine)
         engine.add(make_sequence(2, 1, max_tokens=1))
         joined = []
@@ -316,7 +326,7 @@ class TestOrder:
     def test_several_victims_of_one_step_wait_in_order_of_arrival(self):
         # One block free, three runners that all need one in the same step.
         engine = make_engine(8, 1)
-        engine.add(make_sequence(0, 1, max_tokens=7), make_sequence(1, 1, max_tokens=7), make_sequence(2, 1, max_tokens=7))
+        engine.add(*(make_sequence(seq_id, 1, max_tokens=7) for seq_id in range(3)))
         victims = []
         while engine.scheduler.has_unfinished():
             output = engine.step()
@@ -340,14 +350,16 @@ class TestOrder:
         engine.add(*(make_sequence(seq_id, 8, max_tokens=8) for seq_id in range(10)))
         assert len(engine.step().admitted) == 10
         engine.run()
-        assert len(engine.steps) == 8 and engine.scheduler.num_preemptions == 0
+        assert len(engine.steps) == 8
+        assert engine.scheduler.num_preemptions == 0
 
     def test_admission_leaves_each_runner_a_block_to_grow_into(self):
         engine = make_engine(6, 4)
         engine.add(*(make_sequence(seq_id, 4, max_tokens=4) for seq_id in range(6)))
         engine.step()
         # With three running, the fourth would leave two blocks for three runners.
-        assert len(engine.scheduler.running) == 3 and len(engine.blocks.free_blocks) == 3
+        assert len(engine.scheduler.running) == 3
+        assert len(engine.blocks.free_blocks) == 3
         engine.run()
         assert engine.scheduler.num_preemptions == 0
 
@@ -364,9 +376,9 @@ class TestPreemption:
     @in_each_mode
     @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
     def test_one_that_fills_the_pool_alone_ends_without_preempting_itself_PR_01(
-        self, block_size, preemption_mode, num_host_blocks,
+        self, block_size, mode,
     ):
-        engine = make_engine(2, block_size, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+        engine = make_engine(2, block_size, **mode)
         seq = make_sequence(0, 1, max_tokens=2 * block_size - 1)
         engine.add(seq)
         engine.step()
@@ -379,9 +391,9 @@ class TestPreemption:
     @pytest.mark.parametrize("enable_prefix_caching", [True, False])
     @pytest.mark.parametrize(("block_size", "num_blocks"), [(4, 20), (1, 80), (2, 40), (16, 5)])
     def test_outputs_under_pressure_are_those_without_PR_02_PR_05_PR_06(
-        self, block_size, num_blocks, enable_prefix_caching, preemption_mode, num_host_blocks,
+        self, block_size, num_blocks, enable_prefix_caching, mode,
     ):
-        engine = make_engine(num_blocks, block_size, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks,
+        engine = make_engine(num_blocks, block_size, **mode,
                              enable_prefix_caching=enable_prefix_caching)
         engine.run(*(make_sequence(seq_id, 8, max_tokens=40) for seq_id in range(6)))
         assert engine.scheduler.num_preemptions > 0
@@ -399,8 +411,9 @@ class TestPreemption:
                 output = engine.step()
             (share,) = (item for item in output.scheduled if item.seq is victim)
             assert share.is_prefill != is_swapped
+            assert share.start == num_stored
             if is_swapped:
-                assert share.start == num_stored and share.num_tokens == 1, "what was copied is not computed again"
+                assert share.num_tokens == 1, "what was copied is not computed again"
             engine.run()
             engine.check_outputs()
 
@@ -419,7 +432,8 @@ class TestPreemption:
         engine.add(young)
         assert step_until_preempted(engine) is young
         num_computed = young.num_computed_tokens
-        assert 0 < num_computed < 37 and len(young.host_blocks) == num_computed
+        assert 0 < num_computed < 37
+        assert len(young.host_blocks) == num_computed
         engine.run()
         resumed = [item for output in engine.steps for item in output.scheduled if item.seq in output.resumed]
         assert [item.start for item in resumed] == [num_computed]
@@ -428,7 +442,7 @@ class TestPreemption:
     @pytest.mark.parametrize("num_requests", [2, 5])
     @in_each_mode
     def test_large_requests_do_not_preempt_each_other_again_and_again_PR_08(
-        self, num_requests, preemption_mode, num_host_blocks,
+        self, num_requests, mode,
     ):
         def requests():
             return [make_sequence(seq_id, 30, max_tokens=45) for seq_id in range(num_requests)]
@@ -436,10 +450,11 @@ class TestPreemption:
         roomy = [make_engine(100, 4) for _ in range(num_requests)]
         for engine, seq in zip(roomy, requests()):
             engine.run(seq)
-        engine = make_engine(20, 4, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+        engine = make_engine(20, 4, **mode)
         engine.run(*requests())
         assert all(count <= 5 for count in engine.num_preemptions.values())
-        assert 0 not in engine.num_preemptions and engine.finished[0] == 0
+        assert 0 not in engine.num_preemptions
+        assert engine.finished[0] == 0
         assert engine.finished == list(range(num_requests))
         assert len(engine.steps) <= 3 * sum(len(alone.steps) for alone in roomy)
         engine.check_outputs()
@@ -448,8 +463,8 @@ class TestPreemption:
     def test_a_live_request_is_in_one_queue_and_a_preempted_one_holds_no_block_PR_10(self, seed):
         # FakeEngine.check says so after each step.
         rng = random.Random(seed)
-        preemption_mode, num_host_blocks = MODES[seed % len(MODES)]
-        engine = make_engine(6, 2, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks, vocab_size=3)
+        mode = MODES[seed % len(MODES)]
+        engine = make_engine(6, 2, **mode, vocab_size=3)
         next_id = 0
         while next_id < 200 or engine.scheduler.has_unfinished():
             while next_id < 200 and rng.random() < 0.5:
@@ -458,22 +473,25 @@ class TestPreemption:
                 next_id += 1
             if engine.scheduler.has_unfinished():
                 engine.step()
-        assert engine.scheduler.num_preemptions > 0 and engine.first_scheduled == list(range(200))
+        assert engine.scheduler.num_preemptions > 0
+        assert engine.first_scheduled == list(range(200))
         engine.check_drained()
         engine.check_outputs()
 
     @in_each_mode
     @pytest.mark.parametrize("num_blocks", [7, 8, 10, 13])
-    def test_forks_under_pressure_get_what_they_would_get_alone(self, num_blocks, preemption_mode, num_host_blocks):
-        engine = make_engine(num_blocks, 4, max_num_seqs=6, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
-        engine.run(make_sequence(0, 6, max_tokens=20, n=3), make_sequence(3, 5, max_tokens=20, n=6), make_sequence(9, 7))
-        assert engine.num_preemptions and set(engine.num_preemptions) & {1, 2, 4, 5, 6, 7, 8}
+    def test_forks_under_pressure_get_what_they_would_get_alone(self, num_blocks, mode):
+        engine = make_engine(num_blocks, 4, max_num_seqs=6, **mode)
+        engine.run(make_sequence(0, 6, max_tokens=20, n=3), make_sequence(3, 5, max_tokens=20, n=6),
+                   make_sequence(9, 7))
+        assert engine.num_preemptions
+        assert set(engine.num_preemptions) & {1, 2, 4, 5, 6, 7, 8}
         assert len(engine.sequences) == 10
         engine.check_outputs()
 
     @in_each_mode
-    def test_prompt_logprobs_are_whole_however_often_the_prompt_is_interrupted(self, preemption_mode, num_host_blocks):
-        engine = make_engine(40, 1, max_num_batched_tokens=4, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+    def test_prompt_logprobs_are_whole_however_often_the_prompt_is_interrupted(self, mode):
+        engine = make_engine(40, 1, max_num_batched_tokens=4, **mode)
         engine.add(make_sequence(0, 1, max_tokens=20))
         engine.step()
         young = make_sequence(1, 37, max_tokens=3, prompt_logprobs=0)
@@ -484,8 +502,8 @@ class TestPreemption:
         assert young.prompt_logprobs == prompt_logprobs_alone(young)
 
     @in_each_mode
-    def test_prompt_logprobs_are_kept_when_the_output_is_interrupted(self, preemption_mode, num_host_blocks):
-        engine = make_engine(6, 4, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+    def test_prompt_logprobs_are_kept_when_the_output_is_interrupted(self, mode):
+        engine = make_engine(6, 4, **mode)
         engine.add(make_sequence(0, 8, max_tokens=12), make_sequence(1, 8, max_tokens=12, prompt_logprobs=0))
         victim = step_until_preempted(engine)
         assert victim.num_output_tokens > 0
@@ -499,7 +517,8 @@ class TestPreemption:
             engine.run(make_sequence(0, range(33), max_tokens=1))
         seq = make_sequence(1, range(33), max_tokens=1, prompt_logprobs=1)
         engine.run(seq)
-        assert len(seq.prompt_logprobs) == 33 and seq.prompt_logprobs[0] is None
+        assert len(seq.prompt_logprobs) == 33
+        assert seq.prompt_logprobs[0] is None
         assert seq.prompt_logprobs == prompt_logprobs_alone(seq)
 
 
@@ -530,15 +549,17 @@ class TestEndings:
 
     @in_each_mode
     @pytest.mark.parametrize("status", ["waiting", "running", "swapped"])
-    def test_an_abort_in_any_state_frees_all_and_disturbs_nobody(self, status, preemption_mode, num_host_blocks):
-        engine = two_that_cannot_both_grow(preemption_mode=preemption_mode, num_host_blocks=num_host_blocks, max_num_seqs=2)
+    def test_an_abort_in_any_state_frees_all_and_disturbs_nobody(self, status, mode):
+        engine = two_that_cannot_both_grow(**mode, max_num_seqs=2)
         engine.add(make_sequence(2, 8, max_tokens=12))
         victim = step_until_preempted(engine)
         target = {"waiting": engine.sequences[2], "running": engine.sequences[0], "swapped": victim}[status]
         assert target.status is SequenceStatus(status)
         engine.finish(target)
-        assert target.is_finished and target.finish_reason == "abort"
-        assert not target.block_table and not target.host_blocks
+        assert target.is_finished
+        assert target.finish_reason == "abort"
+        assert not target.block_table
+        assert not target.host_blocks
         num_tokens = target.num_tokens
         engine.run()
         assert target.num_tokens == num_tokens, "it went on after its end"
@@ -618,8 +639,8 @@ class TestForking:
         choices = engine.run(make_sequence(0, 10, max_tokens=6, n=n))
         assert [seq.index for seq in choices] == list(range(n)) == [seq.seq_id for seq in choices]
         assert {seq.request_id for seq in choices} == {"request-0"}
-        num_prompt_tokens = sum(item.num_tokens for output in engine.steps for item in output.scheduled if item.is_prefill)
-        assert num_prompt_tokens == 10
+        prefills = [item for output in engine.steps for item in output.scheduled if item.is_prefill]
+        assert [item.num_tokens for item in prefills] == [10]
         engine.check_outputs()
 
     def test_choices_run_right_behind_the_first_one(self):
@@ -651,8 +672,8 @@ class TestCounters:
         assert engine.blocks.num_prefix_hits == sum(seq.num_cached_tokens for seq in engine.sequences.values())
 
     @in_each_mode
-    def test_recomputed_tokens_are_no_hits_ME_03(self, preemption_mode, num_host_blocks):
-        engine = make_engine(20, 4, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+    def test_recomputed_tokens_are_no_hits_ME_03(self, mode):
+        engine = make_engine(20, 4, **mode)
         engine.run(*(make_sequence(seq_id, 8, max_tokens=40) for seq_id in range(6)))
         assert engine.scheduler.num_preemptions > 0
         assert (engine.blocks.num_prefix_queries, engine.blocks.num_prefix_hits) == (48, 0)
@@ -680,8 +701,8 @@ class TestCounters:
         assert engine.blocks.num_prefix_queries == 8
 
     @in_each_mode
-    def test_preemptions_are_counted_one_by_one(self, preemption_mode, num_host_blocks):
-        engine = make_engine(20, 4, preemption_mode=preemption_mode, num_host_blocks=num_host_blocks)
+    def test_preemptions_are_counted_one_by_one(self, mode):
+        engine = make_engine(20, 4, **mode)
         engine.run(*(make_sequence(seq_id, 8, max_tokens=40) for seq_id in range(6)))
         assert engine.scheduler.num_preemptions == sum(len(output.preempted) for output in engine.steps)
 
@@ -692,7 +713,8 @@ class TestCounters:
         engine.step()
         assert engine.blocks.num_used_blocks == 10
         engine.run()
-        assert engine.blocks.num_used_blocks == 0 and engine.blocks.cached_blocks
+        assert engine.blocks.num_used_blocks == 0
+        assert engine.blocks.cached_blocks
 
 
 class TestCheck:

@@ -47,6 +47,7 @@ MAX_IGNORED = 100  # field names that are remembered
 KEEP_ALIVE = 60  # seconds that an idle connection is kept: longer than clients keep theirs, or they meet a closed one
 FLUSH_TIMEOUT = 1  # seconds that readers get, at the end, to take what is already written
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # some clients would split an event at these
+UNREADABLE = "the body cannot be read: it is not UTF-8, is nested too deeply or holds a number of too many digits"
 COMPLAINTS = {  # pydantic's names for what is wrong
     "missing": "is missing", "string_type": "must be a string", "bool_type": "must be true or false",
     "int_type": "must be an integer", "float_type": "must be a number", "dict_type": "must be an object",
@@ -81,7 +82,8 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, StarletteHTTPException):
-        return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        message = UNREADABLE if error.status_code == 400 else str(error.detail)
+        return APIError(error.status_code, message, headers=dict(error.headers or {}))
     if isinstance(error, RecursionError):
         return APIError(400, "the request is nested too deeply")
     message = str(error) if isinstance(error, EngineError) else "the server failed while it handled this request"
@@ -382,7 +384,7 @@ def _named(names: dict[str, str]) -> Iterator[None]:
         name = names.get(error.param or "", error.param)
         message = str(error)
         if name != error.param and error.code is None:
-            message = f"{name}: {message}"
+            message = f"{name}: {message.removeprefix(f'{error.param}: ')}"
         raise RequestError(message, param=name, code=error.code) from error
 
 

@@ -181,9 +181,11 @@ def _open_safetensors(folder: Path) -> dict[str, StoredTensor]:
     index = folder / "model.safetensors.index.json"
     if not paths[0].is_file() and index.is_file():
         with one_line_errors(index):
-            paths = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+            shard_of = dict(_read_json(index)["weight_map"])  # name of a tensor -> name of a file
+            paths = [folder / name for name in sorted(set(shard_of.values()))]
     elif not paths[0].is_file():
-        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in suffixes)[:5]
         raise ConfigError(f"{folder} has no model.safetensors (found {', '.join(names) or 'no weights'}); {SUPPORTED}")
     missing = [path.name for path in paths if not path.is_file()]
     if missing:

@@ -82,8 +82,9 @@ class Tokenizer:
         self._fallback_bytes = {token_id: bytes([value]) for value, token_id in byte_tokens
                                 if token_id is not None and b'"ByteFallback"' in decoder}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
-        self.bos_token_id = self._named_id("bos_token")
-        self.eos_token_id = self._named_id("eos_token")
+        named_ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
+        self.bos_token_id = named_ids.get("bos_token")
+        self.eos_token_id = named_ids.get("eos_token")
         eos_token_ids = dict.fromkeys([self.eos_token_id, *extra_eos_token_ids])
         self.eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id is not None)
         self.chat_template = chat_template
@@ -105,10 +106,6 @@ class Tokenizer:
             raise ConfigError(f"{str(path)!r} is neither a model folder nor a .gguf file")
         return _folder_tokenizer(path, chat_template) if (path / "tokenizer.json").is_file() else None
 
-    def _named_id(self, name: str) -> int | None:
-        token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the BOS and EOS that the model's files ask for unless add_special_tokens is False.
 
@@ -116,7 +113,7 @@ class Tokenizer:
         """
         ids = self._encode(text, add_special_tokens, param="prompt")
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
-            logger.warning("a prompt begins with %r and the tokenizer adds another: add_special_tokens=false",
+            logger.warning("a prompt begins with %r and the tokenizer added one; add_special_tokens=false avoids it",
                            self._special_tokens["bos_token"])
         return ids
 
@@ -137,12 +134,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which need not be whole characters. Empty for an id without a token."""
+        if token_id in self._fallback_bytes:
+            return self._fallback_bytes[token_id]
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._added_ids:
             return (token or "").encode()
         if self._is_byte_level and all(char in BYTE_OF for char in token):
             return bytes(BYTE_OF[char] for char in token)
-        return self._fallback_bytes.get(token_id) or token.replace(SPACE, " ").encode()
+        return token.replace(SPACE, " ").encode()
 
     def special_token_id(self, text: str) -> int | None:
         """The id if `text` is exactly the text of one special token."""
@@ -298,15 +297,17 @@ def _blame(what: object) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower
-        reason = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ConfigError(f"{what}: {reason or type(error).__name__}") from error
+        reason = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{what} cannot be read (damaged or incomplete?): {reason}") from error
 
 
 def _add_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make encode() put `bos` before and `eos` after a text, where they are given, and nothing else."""
-    before, after = [bos] if bos else [], [eos] if eos else []
-    special = {token: backend.token_to_id(token) for token in (*before, *after)}
-    backend.post_processor = processors.TemplateProcessing([*before, "$A", *after], None, list(special.items()))
+    """Make encode() put `bos` before and `eos` after a text, where they are given and exist, and nothing else."""
+    ids = {token: backend.token_to_id(token) for token in (bos, eos) if token}
+    special = [(token, token_id) for token, token_id in ids.items() if token_id is not None]
+    known = dict(special)
+    single = [token for token in (bos, "$A", eos) if token == "$A" or token in known]
+    backend.post_processor = processors.TemplateProcessing(single, None, special)
 
 
 def _dummy_tokenizer(chat_template: str | None) -> Tokenizer:
@@ -329,7 +330,7 @@ def _folder_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens([AddedToken(content, normalized=False) for content in special.values()
                                 if content not in known and backend.token_to_id(content) is not None])
-    if "add_bos_token" in config or "add_eos_token" in config:  # then they count, whatever tokenizer.json says
+    if backend.post_processor is None:  # else it decides, as in transformers 5, whatever the configuration says
         _add_around(backend, *(special.get(f"{name}_token") if config.get(f"add_{name}_token") else None
                                for name in ("bos", "eos")))
     if chat_template is None:
@@ -344,7 +345,8 @@ def _own_template(folder: Path, configured: Any) -> str | None:
         with _blame(file):
             return file.read_text(encoding="utf-8")
     if isinstance(configured, list):
-        configured = {entry["name"]: entry["template"] for entry in configured}.get("default")
+        named = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
+        configured = named.get("default")
     return configured if isinstance(configured, str) else None
 
 
@@ -355,7 +357,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     with _blame(path):
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
-            raise ValueError("must hold a JSON object")
+            raise ValueError("not a JSON object")
         return value
 
 
@@ -367,7 +369,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
     with _blame(path), path.open("rb") as file:
         magic, version, _, num_values = struct.unpack("<4sIQQ", file.read(24))
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("is not a GGUF file of version 2 or 3")
+            raise ValueError("not a GGUF file of version 2 or 3")
         return {_read_value(file, GGUF_STRING): _read_value(file, _read_scalar(file, "I")) for _ in range(num_values)}
 
 
@@ -456,7 +458,7 @@ class OutputText:
     """
 
     MAX_CONTEXT = 8  # prompt tokens before the window: more than one character's bytes, and a word's leading space
-    MAX_RUN = 256  # byte-fallback tokens that are held back at most
+    MAX_RUN = 256  # byte-fallback tokens that are held back at most, should they all be right
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, stop: tuple[str, ...] = (), min_tokens: int = 0,
@@ -473,6 +475,7 @@ class OutputText:
         self._held = ""  # final text that may be the beginning of a stop string
         self._unsearched = 0  # characters from the start of _held in which no stop string may end: min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # tells whether a character is unfinished
+        self._is_run_broken = False  # the byte-fallback tokens at the end are no UTF-8 and will not become it
         self._window = self._take_context(prompt_token_ids)  # tokens that are read, then those that are not
         self._num_context = len(self._window)
         self._num_read = len(self._decode())  # characters of the window's text that were passed on
@@ -487,28 +490,49 @@ class OutputText:
     def push(self, token_id: int, *, hide: bool = False) -> str:
         """Take in the next token; the text that is now safe to show. A hidden token counts, but has no text."""
         self._num_tokens += 1
-        if hide or self.stopped_by is not None or token_id in self._hidden_ids:
+        data = self._tokenizer.token_bytes(token_id)
+        if hide or self.stopped_by is not None or token_id in self._hidden_ids or not data:
             return ""
         self._window.append(token_id)
-        self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        character = self._utf8.getstate()[0] + data
+        is_broken = "\ufffd" in self._utf8.decode(data) and character != "\ufffd".encode()
         is_split = bool(self._utf8.getstate()[0])
-        num_new = len(self._window) - self._num_context
-        # A run of byte-fallback tokens is decoded as a whole, and one wrong byte turns all of it into U+FFFD. So its
-        # text is final only when it ends; until then it is searched for stop strings, but not shown.
-        in_run = token_id in self._tokenizer._fallback_bytes and (is_split or num_new < self.MAX_RUN)
-        if in_run and (is_split or not self._stop):
-            return ""
+        if token_id in self._tokenizer._fallback_bytes:
+            return self._push_byte(is_split, is_broken)
+        self._is_run_broken = False
         text = self._decode()
         end = len(text) - is_split  # byte-level BPE decodes an unfinished character to one U+FFFD
         new = text[self._num_read : end]
-        if in_run:
-            return self._release("", tentative=new)
         self._num_read = max(self._num_read, end)
         if not is_split:
-            self._window = self._window[self._num_context :]
-            self._num_context = len(self._window)
-            self._num_read = len(self._decode())
+            self._move_window()
         return self._release(new)
+
+    def _push_byte(self, is_split: bool, is_broken: bool) -> str:
+        """A run of byte-fallback tokens decodes as a whole, and one wrong byte turns all of it into U+FFFD.
+
+        So the text of a run is final when it is broken or ends. Until then it is searched for stop strings, not shown.
+        """
+        if self._is_run_broken:
+            self._num_read += 1
+            return self._release("\ufffd")
+        self._is_run_broken = is_broken
+        if is_split and not is_broken:
+            return ""
+        text = self._decode()
+        new = text[self._num_read :]
+        if not is_broken and len(self._window) - self._num_context < self.MAX_RUN:
+            return self._release("", tentative=new)
+        self._num_read = len(text)
+        if not is_broken:
+            self._move_window()
+        return self._release(new)
+
+    def _move_window(self) -> None:
+        """Let the tokens that were read last be the context of those to come."""
+        self._window = self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._num_read = len(self._decode())
 
     def flush(self) -> str:
         """At the end: all that is still held back. Nothing after a stop string."""

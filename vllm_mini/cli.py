@@ -1,0 +1,523 @@
+"""The command line: the one place that reads arguments and the environment, writes to the terminal and sets up logging.
+
+What needs torch is imported by the commands that use it, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import difflib
+import errno
+import importlib
+import itertools
+import logging
+import os
+import queue
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from vllm_mini import __version__
+from vllm_mini.config import DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
+from vllm_mini.sequence import RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm_mini.engine import LLMEngine
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+PROG = "vllm-mini"
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+HOST_TIMEOUT = 2.0  # seconds that looking up a host name may take
+BACKLOG = 2048  # connections that may wait to be accepted
+INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
+UNITS = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
+CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop",
+                    "ignore_eos")
+ENGINE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+CHAT_HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+class CommandError(Exception):
+    """What ends a command with one line on stderr and exit code 1."""
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Shows the default of every option."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not action.option_strings or "(default" in text or action.default in (None, argparse.SUPPRESS):
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0, 1 for what went wrong (one line says what), 2 for how it was called."""
+    arguments = _with_dashes(sys.argv[1:] if argv is None else argv)
+    parser, commands = _build_parser()
+    if arguments[:1] == ["demo"]:  # it reads its own arguments
+        return importlib.import_module("vllm_mini.demo").main(arguments[1:]) or 0
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse_unknown(commands[args.command], unknown)
+    for stream in (sys.stdout, sys.stderr, sys.stdin):
+        with contextlib.suppress(AttributeError):  # whatever stands in for them
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show a character
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (CommandError, ConfigError, RequestError, OSError) as error:
+        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# ---- arguments ----
+
+
+def _with_dashes(arguments: Sequence[str]) -> list[str]:
+    """Options may be written with underscores, as in Python."""
+    tidy = []
+    for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
+        name, equals, value = argument.partition("=")
+        tidy.append(name.replace("_", "-") + equals + value if re.fullmatch(r"--\w[\w-]*", name) else argument)
+    return [*tidy, *arguments[len(tidy) :]]
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """Exit 2 with a suggestion."""
+    wrong = next((argument for argument in unknown if argument.startswith("-")), unknown[0])
+    close = difflib.get_close_matches(wrong.partition("=")[0], re.findall(r"--[\w-]+", parser.format_help()), n=1)
+    kind = "option" if wrong.startswith("-") else "argument"
+    parser.error(f"unknown {kind} {wrong!r}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser and those of its commands."""
+    parser = argparse.ArgumentParser(
+        prog=PROG, formatter_class=_Formatter, allow_abbrev=False,
+        description="A small LLM serving engine to learn from and to keep using.",
+        epilog=f"'{PROG} COMMAND --help' shows a command's options, which may be written with dashes or underscores.")
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(run: Callable[[argparse.Namespace], int], name: str, arguments: str, text: str) -> argparse.ArgumentParser:
+        command = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.",
+                                        usage=f"{PROG} {name} {arguments}", formatter_class=_Formatter,
+                                        allow_abbrev=False)
+        command.set_defaults(run=run)
+        return command
+
+    serve = add(_serve, "serve", "[MODEL] [options]", "serve a model over OpenAI's HTTP API")
+    generate = add(_generate, "generate", "PROMPT [options]", "complete one prompt and show the text as it comes")
+    generate.add_argument("prompt", metavar="PROMPT", help="the text to go on from; '-' reads it from standard input")
+    generate.add_argument("--chat", action="store_true", help="take the prompt as a chat message (default: off)")
+    chat = add(_chat, "chat", "[MODEL] [options]", f"talk with a model; {CHAT_HELP}")
+    chat.add_argument("--system", metavar="TEXT", help="a system message (default: the chat template's)")
+    for command in (serve, chat):
+        command.add_argument("model_argument", metavar="MODEL", nargs="?", help="another way to give --model")
+    _add_server_options(serve.add_argument_group("server"))
+    _add_engine_options(serve.add_argument_group("engine"))
+    for command in (generate, chat):
+        _add_sampling_options(command.add_argument_group("sampling"))
+    for command in (serve, generate, chat):
+        _add_model_options(command.add_argument_group("model"))
+    add(_fetch, "fetch", "", "download the default model and say where it is")
+    subparsers.add_parser("demo", help="watch the scheduler and the block tables at work on a tiny model")
+    return parser, dict(subparsers.choices)
+
+
+def _add_server_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
+    group.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 for any free one")
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model "
+                       "(default: the model as given; of a path its last part)")
+    group.add_argument("--api-key", type=_not_empty, metavar="KEY",
+                       help="what clients must send (default: $VLLM_API_KEY, else nothing)")
+    group.add_argument("--drain-timeout", type=_seconds, default=5.0, metavar="SECONDS",
+                       help="time that running requests get to finish on SIGTERM or Ctrl-C")
+    group.add_argument("--uvicorn-log-level", default="info", choices=("critical", "error", "warning", "info", "debug"),
+                       help="how much the HTTP server logs")
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", help="a folder, a .gguf file, a Hugging Face name or 'dummy' "
+                       f"(default: {DEFAULT_MODEL_NAME}, fetched on first use)")
+    _add_setting(group, "dtype", choices=DTYPES, help="type of weights and KV cache")
+    _add_setting(group, "device", help="auto, cpu or cuda")
+    _add_setting(group, "load_format", choices=LOAD_FORMATS, help="how to read the weights; dummy: random ones")
+    _add_setting(group, "max_model_len", type=int, metavar="TOKENS",
+                 help="context length (default: what the model was trained for)")
+    _add_setting(group, "allow_long_max_model_len", action="store_true", help="accept a longer context (default: off)")
+    _add_setting(group, "chat_template", metavar="FILE", help="a chat template to use (default: the model's own)")
+    _add_setting(group, "generation_config", choices=("auto", "none"),
+                 help="auto: the model's generation_config.json gives sampling defaults; none: it is ignored")
+    _add_setting(group, "num_threads", type=int, metavar="N", help="CPU threads (default: those this process may use)")
+    _add_setting(group, "seed", type=int, metavar="N", help="of random weights and of requests that bring none")
+
+
+def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+    _add_setting(group, "max_num_seqs", type=int, metavar="N", help="sequences that may run at once")
+    _add_setting(group, "max_num_batched_tokens", type=int, metavar="TOKENS", help="tokens that one step may compute")
+    _add_setting(group, "block_size", type=int, metavar="TOKENS", help="tokens in a KV block")
+    _add_setting(group, "kv_cache_memory", type=_memory, metavar="SIZE",
+                 help="KV cache on a CPU, such as 512MB or 2GiB (default: a quarter of free memory, 4 GiB at most)")
+    _add_setting(group, "gpu_memory_utilization", type=float, metavar="SHARE", help="share of a GPU's memory to use")
+    group.add_argument("--num-kv-blocks", "--num-gpu-blocks-override", type=int, metavar="N",
+                       help="KV blocks (default: as many as the memory above holds)")
+    _add_setting(group, "preemption_mode", choices=("recompute", "swap"),
+                 help="what becomes of the KV of a sequence that has to make way")
+    _add_setting(group, "num_host_blocks", type=int, metavar="N", help="KV blocks in host memory, to swap to")
+    for name in ("prefix_caching", "chunked_prefill"):
+        group.add_argument(f"--enable-{name.replace('_', '-')}", action=argparse.BooleanOptionalAction, default=True,
+                           help=f"{name.replace('_', ' ')} (default: on)")
+
+
+def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
+    own = "(default: the model's own, else {})"
+    for name, kind, default in (("temperature", float, 1.0), ("top_p", float, 1.0), ("top_k", int, "all"),
+                                ("min_p", float, 0.0), ("repetition_penalty", float, 1.0)):
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{name} {own.format(default)}", metavar="X")
+    group.add_argument("--max-tokens", type=int, metavar="N",
+                       help="length of the answer (default: until the model ends it or the context is full)")
+    group.add_argument("--min-tokens", type=int, metavar="N", help="not to end before so many (default: 0)")
+    group.add_argument("--stop", action="append", metavar="TEXT",
+                       help="end before this text; repeatable (default: none)")
+    group.add_argument("--ignore-eos", action="store_true", default=None,
+                       help="go on where the model would end (default: off)")
+
+
+def _add_setting(group: argparse._ArgumentGroup, name: str, **kwargs: Any) -> None:
+    """An option for a field of EngineConfig, with the field's default."""
+    group.add_argument(f"--{name.replace('_', '-')}", default=ENGINE_DEFAULTS[name], **kwargs)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def _memory(text: str) -> int:
+    """Bytes: 512MB is 512 * 1000**2, 2GiB is 2 * 1024**3."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 536870912, 512MB or 2GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** UNITS[unit.lower()])
+
+
+# ---- models ----
+
+
+def _choose_model(args: argparse.Namespace) -> str | None:
+    """The model that was asked for, in one style or the other; None for the default."""
+    given = {model for model in (getattr(args, "model_argument", None), args.model) if model is not None}
+    if len(given) > 1:
+        _build_parser()[1][args.command].error(
+            f"two models are given, {args.model_argument!r} and --model {args.model!r}: give one")
+    return given.pop() if given else None
+
+
+def _default_model() -> str:
+    """The default model's file, fetched if need be."""
+    from vllm_mini.fetch import FetchError, cached_default_model, fetch_default_model
+
+    if cached_default_model() is None:
+        print(f"{DEFAULT_MODEL_NAME} is not here yet: fetching it, once (93 MB)", file=sys.stderr)
+    try:
+        return str(fetch_default_model())
+    except FetchError as error:
+        raise CommandError(str(error)) from error
+
+
+def _engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
+    settings = {name: value for name, value in vars(args).items() if name in ENGINE_DEFAULTS}
+    if args.chat_template is not None:
+        try:
+            settings["chat_template"] = Path(args.chat_template).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CommandError(f"{args.chat_template}: not a text file in UTF-8") from error
+    return EngineConfig(**{**settings, "model": model})
+
+
+def _load_engine(config: EngineConfig) -> LLMEngine:
+    """Import torch and read the weights. Ctrl-C ends the process, even where libraries would swallow the exception."""
+    earlier = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        from vllm_mini.engine import LLMEngine
+
+        return LLMEngine.from_config(config)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+
+
+# ---- serve ----
+
+
+def _serve(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr,
+                        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    model = _choose_model(args)
+    # Before torch is imported. By default OpenMP's threads spin while they wait for each other, and where there are no more
+    # cores than threads, any other work (the HTTP loop, a client) then costs whole time slices: on 2 cores decoding swung
+    # between 2 and 30 tokens/s, and with passive waiting it stays at 20.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with _listen(args.host, args.port) as listener:
+        path = _default_model() if model is None else model
+        engine = _load_engine(_engine_config(args, path))
+
+        import torch
+
+        from vllm_mini.api_server import run_server
+
+        logger.info("%d CPU threads", torch.get_num_threads())
+        names = args.served_model_name or [DEFAULT_MODEL_NAME if model is None else _served_name(model)]
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+        return asyncio.run(run_server(
+            engine, listener, drain_timeout=args.drain_timeout, log_level=args.uvicorn_log_level,
+            on_ready=lambda: logger.info("model %s, serving at %s", ", ".join(names), url),
+            served_model_names=names, api_key=args.api_key or os.environ.get("VLLM_API_KEY") or None, model_path=path))
+
+
+def _served_name(model: str) -> str:
+    """A hub name as it is; of a path the last part."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    return path.stem if path.is_file() else path.resolve().name
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything slow is done. Raises CommandError."""
+    try:
+        family, kind, protocol, _, address = _look_up(host, port)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            if os.name == "posix":  # elsewhere it would let two servers share a port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        reasons = {errno.EADDRINUSE: "the port is in use", errno.EACCES: "only an administrator may use this port"}
+        reason = reasons.get(error.errno or 0, error.strerror or str(error))
+        raise CommandError(f"cannot listen on {host} port {port}: {reason}") from error
+    return listener
+
+
+def _look_up(host: str, port: int) -> Any:
+    """The first address of a host. OSError for an unknown one, soon: a resolver without a network can take long."""
+    answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0])
+        except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+            answer.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        found = answer.get(timeout=HOST_TIMEOUT)
+    except queue.Empty:
+        raise OSError("the host name was not found in time") from None
+    if isinstance(found, UnicodeError):
+        raise OSError("this is not a host name") from found
+    if isinstance(found, OSError):
+        raise found
+    return found
+
+
+# ---- generate and chat ----
+
+
+def _generate(args: argparse.Namespace) -> int:
+    _log_warnings_only()
+    given = _given_params(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    engine = _load_engine(_engine_config(args, _choose_model(args) or _default_model()))
+    messages = [{"role": "user", "content": prompt}]
+    token_ids = _encode_chat(engine, messages) if args.chat else engine.encode(prompt)
+    answer = _Answer(engine, token_ids, _params(engine, given))
+    answer.show(sys.stdout)
+    print(flush=True)
+    return INTERRUPTED if answer.was_interrupted else 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    _log_warnings_only()
+    given = _given_params(args)
+    engine = _load_engine(_engine_config(args, _choose_model(args) or _default_model()))
+    conversation = _Conversation(engine, _params(engine, given), args.system)
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # gives input() arrow keys and a history
+        print(CHAT_HELP, file=sys.stderr)
+    conversation.run()
+    return 0
+
+
+def _log_warnings_only() -> None:
+    logging.basicConfig(level=logging.WARNING, format=f"{PROG}: %(message)s", stream=sys.stderr)
+
+
+def _given_params(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given. RequestError for a bad one, before the model is loaded."""
+    given = {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name) is not None}
+    SamplingParams(**{"max_tokens": None, **given})
+    return given
+
+
+def _params(engine: LLMEngine, given: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": None, **engine.default_params, **given})
+
+
+def _encode_chat(engine: LLMEngine, messages: list[dict[str, str]]) -> list[int]:
+    if engine.tokenizer is None:
+        raise CommandError("this model has no tokenizer, so it cannot chat")
+    return engine.tokenizer.encode_chat(messages)
+
+
+class _Answer:
+    """One answer, shown as it comes. Ctrl-C ends it between two steps, so that the engine stays whole."""
+
+    REQUEST_ID = "terminal"
+
+    def __init__(self, engine: LLMEngine, token_ids: list[int], params: SamplingParams) -> None:
+        """Raises RequestError when it cannot be served."""
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.was_interrupted = False
+        self._engine = engine
+        engine.add_request(self.REQUEST_ID, token_ids, params)
+
+    def show(self, out: TextIO) -> None:
+        """Run it to its end. Raises CommandError when the engine fails."""
+        from vllm_mini.engine import StepError
+
+        earlier = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            while self._engine.has_unfinished() and not self.was_interrupted:
+                for output in self._engine.step():
+                    self.text += output.text
+                    self.finish_reason = output.finish_reason
+                    out.write(output.text.translate(CONTROL_CHARACTERS) if out.isatty() else output.text)
+                    out.flush()
+        except StepError as error:
+            raise CommandError(str(error)) from error
+        finally:
+            self._engine.abort_request(self.REQUEST_ID)
+            signal.signal(signal.SIGINT, earlier)
+        if self.finish_reason == "error":
+            raise CommandError("the model computed something that is not a number")
+
+    def _interrupt(self, *_: Any) -> None:
+        if self.was_interrupted:  # and the step did not end
+            raise KeyboardInterrupt
+        self.was_interrupted = True
+
+
+class _Conversation:
+    """A chat on the terminal, or with lines from a pipe."""
+
+    def __init__(self, engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
+        """Raises RequestError for a model that cannot chat."""
+        self._engine = engine
+        self._params = params
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._system)
+        self._num_interrupts = 0  # since the last line
+        _encode_chat(engine, [*self._system, {"role": "user", "content": "Hi"}])
+
+    def run(self) -> None:
+        """Read and answer until the user leaves."""
+        while (line := self._read()) is not None and line != "/exit":
+            if line == "/reset":
+                self._messages = list(self._system)
+            elif line.startswith("/"):
+                print(f"{line.split()[0]} is not a command; {CHAT_HELP}", file=sys.stderr)
+            elif line:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """The next line; None on Ctrl-D and on the second Ctrl-C in a row, one that stopped an answer included."""
+        is_terminal = sys.stdin.isatty()
+        while True:
+            try:
+                line = input("> " if is_terminal else "").strip()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                self._num_interrupts += 1
+                if self._num_interrupts > 1 or not is_terminal:
+                    return None
+                print("\nCtrl-C again leaves", file=sys.stderr)
+            else:
+                self._num_interrupts = 0
+                return line
+
+    def _answer(self, line: str) -> None:
+        """Answer one message. A stopped answer stays in the conversation, a refused message does not."""
+        messages = [*self._messages, {"role": "user", "content": line}]
+        try:
+            answer = _Answer(self._engine, _encode_chat(self._engine, messages), self._params)
+        except RequestError as error:
+            print(f"{error}. /reset begins a new conversation", file=sys.stderr)
+            return
+        answer.show(sys.stdout)
+        print(flush=True)
+        self._num_interrupts = int(answer.was_interrupted)
+        if answer.finish_reason == "length":
+            print("(cut off: the length limit was reached)", file=sys.stderr)
+        self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+# ---- the rest ----
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    print(_default_model())
+    return 0
