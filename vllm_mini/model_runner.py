@@ -5,7 +5,8 @@ Keeps no copy of any request's state: what a step needs is read from its sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence as SequenceOf
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
 
 import numpy as np
@@ -48,7 +49,7 @@ class ModelRunner:
         samples = self._sample(hidden, query_start_loc, [scheduled[row].seq for row in rows], rows, choices)
         results = []
         for row, item in enumerate(scheduled):
-            prompt_logprobs = ()
+            prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
             if item.seq.needs_prompt_logprobs:
                 prompt_logprobs = self._score_prompt(item, hidden[query_start_loc[row] : query_start_loc[row + 1]])
             results.append(SequenceOutput(tuple(next(samples) for _ in range(item.num_samples)), prompt_logprobs))

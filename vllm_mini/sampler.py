@@ -97,7 +97,7 @@ def _adjust(logits: Tensor, metadata: SamplingMetadata) -> None:
     """Penalties, bias and bans, in place."""
     if metadata.penalties is not None:
         _penalize(logits, metadata)
-    if metadata.bias is not None:
+    if metadata.bias is not None and metadata.bias_values is not None:
         logits.index_put_(tuple(metadata.bias), metadata.bias_values, accumulate=True)
     if metadata.banned is not None:
         logits[metadata.banned.rows, metadata.banned.token_ids] = float("-inf")

@@ -30,7 +30,7 @@ DEFAULT_KV_LIMIT = 4 * 2**30  # bytes
 class Worker:
     """Loads the model on its device, makes the K/V pools and executes steps."""
 
-    def __init__(self, config: EngineConfig, model_config: LlamaConfig, path: Path | str, *, vocab_size: int) -> None:
+    def __init__(self, config: EngineConfig, model_config: LlamaConfig, path: Path | None, *, vocab_size: int) -> None:
         """ConfigError when the device, the weights or the memory cannot be had."""
         self.config = config
         self.model_config = model_config

@@ -1,0 +1,40 @@
+# `make serve` and `make test` do all the set-up: a virtual environment, the package, the weights.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve test lint install install-dev demo clean
+
+serve: $(VENV)/.installed
+	$(BIN)/vllm-mini serve
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m vllm_mini.demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+# torch first and by itself, so that no later step chooses another build of it
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[test,lint]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build *.egg-info
