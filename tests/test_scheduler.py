@@ -32,7 +32,7 @@ def step_until_preempted(engine: FakeEngine) -> Sequence:
 
 
 def two_that_cannot_both_grow(**kwargs) -> FakeEngine:
-    """Two runners of two blocks each in a pool of five: the younger has to make way when both want a third."""
+    """Two runners that outgrow a pool of six blocks together: each begins with two and would come to five."""
     engine = make_engine(6, 4, **kwargs)
     engine.add(make_sequence(0, 8, max_tokens=12), make_sequence(1, 8, max_tokens=12))
     return engine
@@ -130,9 +130,7 @@ class TestLimits:
         (31, 1, True), (7, 25, True), (1, 31, True), (32, 1, False), (31, 2, False), (33, 1, False), (1, 32, False),
     ])
     @in_each_mode
-    def test_whatever_fits_the_pool_to_the_last_slot_is_served_SC_01(
-        self, num_prompt_tokens, max_tokens, fits, mode,
-    ):
+    def test_whatever_fits_the_pool_to_the_last_slot_is_served_SC_01(self, num_prompt_tokens, max_tokens, fits, mode):
         engine = make_engine(8, 4, max_model_len=64, **mode)
         small = make_sequence(1, 5, max_tokens=5)
         if fits:
@@ -252,13 +250,12 @@ class TestChunks:
     def test_a_budget_below_the_context_length_is_refused_without_chunks_CF_02(self):
         with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(32\).*max_model_len \(256\)"):
             SchedulerConfig(max_num_batched_tokens=32, max_model_len=256, enable_chunked_prefill=False)
-        assert SchedulerConfig(max_num_batched_tokens=256, max_model_len=256, enable_chunked_prefill=False)
+        SchedulerConfig(max_num_batched_tokens=256, max_model_len=256, enable_chunked_prefill=False)  # just enough
 
     @in_each_mode
     def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole_CF_02(self, mode):
         engine = make_engine(
-            40, 4, max_num_batched_tokens=64, max_model_len=64, enable_chunked_prefill=False,
-            **mode)
+            40, 4, max_num_batched_tokens=64, max_model_len=64, enable_chunked_prefill=False, **mode)
         lengths = [5, 63, 1, 62, 60, 3, 40, 30]
         engine.run(*(make_sequence(seq_id, length, max_tokens=64 - length if length > 50 else 9)
                      for seq_id, length in enumerate(lengths)))
@@ -338,8 +335,7 @@ class TestOrder:
 
     def test_a_step_that_preempted_admits_nobody(self):
         engine = two_that_cannot_both_grow()
-        engine.add(make_sequence(2, 1, max_tokens=1, seed=2))
-        engine.add(make_sequence(3, 1, max_tokens=1))
+        engine.add(make_sequence(2, 1, max_tokens=1), make_sequence(3, 1, max_tokens=1))
         while engine.scheduler.has_unfinished():
             output = engine.step()
             assert not output.preempted or not (output.admitted or output.resumed)
@@ -375,9 +371,7 @@ class TestPreemption:
 
     @in_each_mode
     @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
-    def test_one_that_fills_the_pool_alone_ends_without_preempting_itself_PR_01(
-        self, block_size, mode,
-    ):
+    def test_one_that_fills_the_pool_alone_ends_without_preempting_itself_PR_01(self, block_size, mode):
         engine = make_engine(2, block_size, **mode)
         seq = make_sequence(0, 1, max_tokens=2 * block_size - 1)
         engine.add(seq)
@@ -393,8 +387,7 @@ class TestPreemption:
     def test_outputs_under_pressure_are_those_without_PR_02_PR_05_PR_06(
         self, block_size, num_blocks, enable_prefix_caching, mode,
     ):
-        engine = make_engine(num_blocks, block_size, **mode,
-                             enable_prefix_caching=enable_prefix_caching)
+        engine = make_engine(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, **mode)
         engine.run(*(make_sequence(seq_id, 8, max_tokens=40) for seq_id in range(6)))
         assert engine.scheduler.num_preemptions > 0
         assert all(seq.num_output_tokens == 40 for seq in engine.sequences.values())
@@ -441,9 +434,7 @@ class TestPreemption:
 
     @pytest.mark.parametrize("num_requests", [2, 5])
     @in_each_mode
-    def test_large_requests_do_not_preempt_each_other_again_and_again_PR_08(
-        self, num_requests, mode,
-    ):
+    def test_large_requests_do_not_preempt_each_other_again_and_again_PR_08(self, num_requests, mode):
         def requests():
             return [make_sequence(seq_id, 30, max_tokens=45) for seq_id in range(num_requests)]
 
