@@ -199,8 +199,9 @@ class EngineConfig:
         if self.max_model_len is None:
             return trained_len
         if self.max_model_len > trained_len and not self.allow_long_max_model_len:
-            raise ConfigError(f"max_model_len ({self.max_model_len}) is more than the {trained_len} positions the model was "
-                              "trained for (max_position_embeddings); lower it, or set allow_long_max_model_len to try anyway")
+            raise ConfigError(f"max_model_len ({self.max_model_len}) is more than the {trained_len} positions the model "
+                              "was trained for (max_position_embeddings); lower it, or set allow_long_max_model_len "
+                              "to try anyway")
         return self.max_model_len
 
 

@@ -98,7 +98,7 @@ class LLMEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, on_step: Callable[[StepSnapshot], None] | None = None) -> LLMEngine:
-        """Load everything that `config` names. Raises ConfigError; what can be checked is checked before weights are read."""
+        """Load everything that `config` names. Raises ConfigError; checks what it can before it reads weights."""
         path = resolve_model(config.model)
         model_config = load_config(path)
         max_model_len = config.resolve_max_model_len(model_config.max_position_embeddings)

@@ -66,8 +66,8 @@ class LLM:
         self._request_ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        *, progress: bool = True,
+        self, prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None, *, progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one prompt (text or token ids) or many; one set of parameters for all, or one for each.
 

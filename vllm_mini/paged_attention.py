@@ -30,7 +30,7 @@ def allocate_kv_cache(
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks (source block, target block) in all layers, between two pools or inside one; reads before writing."""
+    """Copy whole blocks (source block, target block) in all layers, between two pools or in one; reads before writing."""
     if pairs:
         from_ids, to_ids = torch.tensor(pairs).T  # [num_pairs] each
         target[:, :, to_ids.to(target.device)] = source[:, :, from_ids.to(source.device)].to(target.device)
@@ -161,7 +161,8 @@ def _attend(query: Tensor, k_slots: Tensor, v_slots: Tensor, group: PaddedGroup)
     num_kv_heads = k_slots.shape[1]
     q = query[group.query_index].transpose(1, 2)  # [num_seqs, num_heads, max_query_len, head_dim]
     kv_shape = (num_seqs, -1, num_kv_heads, head_dim)
-    k = k_slots.index_select(0, group.kv_slots).view(kv_shape).transpose(1, 2)  # [num_seqs, num_kv_heads, max_seq_len, head_dim]
+    # keys and values: [num_seqs, num_kv_heads, max_seq_len, head_dim]
+    k = k_slots.index_select(0, group.kv_slots).view(kv_shape).transpose(1, 2)
     v = v_slots.index_select(0, group.kv_slots).view(kv_shape).transpose(1, 2)
     if query_len == 1:  # the heads that share a K/V head become rows of one query, so K/V is read once for all of them
         q = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -54,7 +54,7 @@ class SamplerOutput(NamedTuple):
 
 
 def uniform_numbers(seeds: list[int], choices: list[int], positions: list[int]) -> np.ndarray:
-    """One float64 in [0, 1) for each (seed, choice, position): a counter-based generator (splitmix64, Steele et al. 2014)."""
+    """One float64 in [0, 1) for each (seed, choice, position): a counter-based splitmix64 (Steele et al. 2014)."""
     state = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     for counter in (choices, positions):
         state = _mix(state + np.array(counter, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -86,7 +86,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities [num_rows] of the given tokens, then ids and log-probabilities [num_rows, num_logprobs] of the best."""
+    """Log-probabilities [num_rows] of the given tokens; ids and log-probabilities [num_rows, num_logprobs] of the best."""
     logprobs = logits.log_softmax(dim=-1).clamp_(min=MIN_LOGPROB)
     chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
     top, top_token_ids = logprobs.topk(min(num_logprobs, logits.shape[1]), dim=-1)

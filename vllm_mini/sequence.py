@@ -81,8 +81,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True where dividing by the temperature would only repeat the argmax (and overflow on the way)."""
-        return self.temperature < 1e-5
+        """True where sampling would only repeat the argmax, but for equal logits, between which it would toss a coin."""
+        return self.temperature <= 1e-3
 
     def clone(self, **changes: Any) -> SamplingParams:
         """The same parameters with some of them replaced, checked again."""
