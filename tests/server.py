@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from vllm_mini.config import EngineConfig
 from vllm_mini.engine import LLMEngine
 
 DEADLINE = 30.0  # seconds; nothing here should come near it
+SETTINGS: dict[str, Any] = {"model": "dummy", "num_kv_blocks": 512, "dtype": "float32"}  # exact, whoever else is served
 
 
 def wait_until(condition: Callable[[], Any], *, timeout: float = DEADLINE, what: str = "") -> Any:
@@ -37,15 +39,37 @@ def wait_until(condition: Callable[[], Any], *, timeout: float = DEADLINE, what:
 
 
 class Server:
-    """A server in this process: `url` for clients, `engine` for a look at what they left behind."""
+    """`url` and `client` to ask it with; `engine` to look at what clients left behind, if it is in this process."""
 
-    def __init__(self, engine: LLMEngine, url: str) -> None:
-        self.engine = engine
+    def __init__(self, engine: LLMEngine | None, url: str) -> None:
+        self._engine = engine
         self.url = url
         self.client = httpx.Client(base_url=url, timeout=DEADLINE)
 
-    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-        return self.client.post(path, json=body, **kwargs) if body is not None else self.client.post(path, **kwargs)
+    @property
+    def engine(self) -> LLMEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return self.client.post(path, content=json.dumps(body), **kwargs)
+
+    def connect(self, path: str, body: Any) -> socket.socket:
+        """Send a request and leave the rest to the caller, who may hang up at any time."""
+        content = json.dumps(body).encode()
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=DEADLINE)
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+                           f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
+
+    def get_raw(self, path: str, headers: bytes) -> bytes:
+        """The raw answer to a GET with headers that a well-behaved client would not send."""
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as connection:
+            head = f"GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n".encode()
+            connection.sendall(head + headers + b"\r\n")
+            return receive_until(connection, b"")
 
     def chat(self, content: str = "Hi", **fields: Any) -> httpx.Response:
         body = {"model": "dummy", "messages": [{"role": "user", "content": content}], "max_tokens": 5, **fields}
@@ -54,7 +78,7 @@ class Server:
     def complete(self, prompt: Any = "Hello", **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": "dummy", "prompt": prompt, "max_tokens": 5, **fields})
 
-    def wait_drained(self, timeout: float = 5.0) -> None:
+    def wait_drained(self, timeout: float = 10.0) -> None:
         """Nobody is served, and every block is free or merely remembered."""
         scheduler = self.engine.scheduler
         wait_until(lambda: not scheduler.has_unfinished() and not scheduler.block_manager.num_used_blocks,
@@ -66,9 +90,9 @@ class Server:
 def serve_in_thread(engine: LLMEngine | None = None, *, app_settings: dict[str, Any] | None = None, **config: Any
                     ) -> Iterator[Server]:
     """A server on a free port around an engine, or around a new one of these settings (model "dummy" unless named)."""
-    engine = engine or LLMEngine.from_config(EngineConfig(**{"model": "dummy", "num_kv_blocks": 512, **config}))
+    engine = engine or LLMEngine.from_config(EngineConfig(**{**SETTINGS, **config}))
     app = build_app(AsyncLLMEngine(engine), **{"served_model_names": ["dummy"], **(app_settings or {})})
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle's delays on
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -86,9 +110,13 @@ def serve_in_thread(engine: LLMEngine | None = None, *, app_settings: dict[str, 
 class ServerProcess:
     """`vllm-mini serve` as a process of its own; what it logs is read as it comes."""
 
-    def __init__(self, *args: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "vllm_mini", "serve", *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    def __init__(self, *args: str, prelude: str = "", **environment: str) -> None:
+        """`prelude` is Python that runs first, to spoil something."""
+        command = [sys.executable, "-c", f"{prelude}\nimport sys\nfrom vllm_mini.cli import main\nsys.exit(main())"]
+        if not prelude:
+            command = [sys.executable, "-m", "vllm_mini"]
+        self.process = subprocess.Popen([*command, "serve", *args], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                        text=True,
                                         env={**os.environ, **environment})
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -111,6 +139,10 @@ class ServerProcess:
 
         return wait_until(find, what="the server's address")[1]
 
+    def connect(self) -> Server:
+        """Its client side, once it serves."""
+        return Server(None, self.wait_for_url())
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
@@ -129,9 +161,9 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def serve_process(*args: str, **environment: str) -> Iterator[ServerProcess]:
-    """A server process on a free port, killed at the end if it still lives."""
-    server = ServerProcess(*args, "--port", "0", **environment)
+def serve_process(*args: str, prelude: str = "", **environment: str) -> Iterator[ServerProcess]:
+    """A server process on a free port (unless one is given), killed at the end if it still lives."""
+    server = ServerProcess(*args, *([] if "--port" in args else ["--port", "0"]), prelude=prelude, **environment)
     try:
         yield server
     finally:
@@ -146,6 +178,24 @@ def parse_events(raw: bytes) -> list[Any]:
     assert all(event.startswith("data: ") and len(event.splitlines()) == 1 for event in events), text
     assert [event for event in events if event == "data: [DONE]"] == events[-1:], text
     return [loads_strictly(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+def receive_until(connection: socket.socket, end: bytes) -> bytes:
+    """What a connection brings up to the first `end`, or up to its close."""
+    received = b""
+    while not end or end not in received:
+        part = connection.recv(1 << 20)
+        if not part:
+            break
+        received += part
+    return received
+
+
+def hang_up(connection: socket.socket, *, reset: bool = False) -> None:
+    """Close a connection politely (FIN) or not (RST)."""
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 def loads_strictly(text: str | bytes) -> Any:

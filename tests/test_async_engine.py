@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -16,7 +17,7 @@ from vllm_mini.engine import LLMEngine, StepError, TokenOutput
 from vllm_mini.scheduler import SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import RequestError, SamplingParams
 
-DEADLINE = 20.0  # seconds
+DEADLINE = 10.0  # seconds
 
 
 class SteeredDevice(FakeDevice):
@@ -26,18 +27,27 @@ class SteeredDevice(FakeDevice):
         super().__init__(*args, **kwargs)
         self.failures: list[BaseException] = []
         self.num_steps = 0
-        self.may_go = threading.Event()
-        self.may_go.set()
+        self._num_allowed = math.inf
+        self._changed = threading.Condition()
+
+    def allow(self, num_steps: float) -> None:
+        """Steps that may be made from now on; 0 holds the device."""
+        with self._changed:
+            self._num_allowed = num_steps
+            self._changed.notify()
 
     def execute(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        assert self.may_go.wait(DEADLINE)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._num_allowed > 0, DEADLINE)
+            self._num_allowed -= 1
         self.num_steps += 1
         if self.failures:
             raise self.failures.pop(0)
         return super().execute(output)
 
 
-def make_llm_engine(num_blocks: int = 64, *, errors: dict[tuple[int, int], int] | None = None, **config: Any) -> LLMEngine:
+def make_llm_engine(num_blocks: int = 64, *, errors: dict[tuple[int, int], int] | None = None,
+                    **config: Any) -> LLMEngine:
     scheduler = make_scheduler(num_blocks, **config)
     return LLMEngine(scheduler, SteeredDevice(scheduler.block_manager, errors=errors), None, vocab_size=VOCAB_SIZE)
 
@@ -49,9 +59,7 @@ async def running(engine: LLMEngine | None = None, **settings: Any) -> AsyncIter
     try:
         yield served
     finally:
-        device = served.engine.worker
-        assert isinstance(device, SteeredDevice)
-        device.may_go.set()
+        release(served)
         await served.shutdown()
 
 
@@ -62,6 +70,26 @@ def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
 def device_of(served: AsyncLLMEngine) -> SteeredDevice:
     assert isinstance(served.engine.worker, SteeredDevice)
     return served.engine.worker
+
+
+def hold(served: AsyncLLMEngine) -> None:
+    device_of(served).allow(0)
+
+
+def release(served: AsyncLLMEngine) -> None:
+    device_of(served).allow(math.inf)
+
+
+async def add_held(served: AsyncLLMEngine, requests: dict[str, SamplingParams]) -> dict[str, OutputStream]:
+    """Add requests to an idle engine and hold its device: the first one has made one step, the others none."""
+    hold(served)
+    names = list(requests)
+    streams = [await served.add(names[0], [1, 2, 3], requests[names[0]])]
+    adding = [asyncio.ensure_future(served.add(name, [1, 2, 3], requests[name])) for name in names[1:]]
+    await asyncio.sleep(0)  # a request is accepted between two steps
+    device_of(served).allow(1)
+    streams += await asyncio.gather(*adding)
+    return dict(zip(names, streams))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -128,9 +156,11 @@ def test_a_refused_request_raises_when_it_is_added_and_leaves_nothing() -> None:
 def test_a_request_id_in_use_is_refused_and_its_owner_goes_on() -> None:
     async def test() -> None:
         async with running() as served:
+            hold(served)
             stream = await served.add("a", [1, 2], params(50))
             with pytest.raises(RequestError, match="in use"):
                 await served.add("a", [1], params())
+            release(served)
             assert len((await read(stream))[0]) == 50
 
     run(test)
@@ -164,7 +194,7 @@ def test_a_slow_reader_costs_one_output_for_each_choice_and_loses_nothing() -> N
 def test_a_step_calls_the_event_loop_once_however_many_requests_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with running() as served:
-            device_of(served).may_go.clear()
+            hold(served)
             streams = [await served.add("first", [1], params(20))]
             loop = asyncio.get_running_loop()
             calls = []
@@ -173,7 +203,7 @@ def test_a_step_calls_the_event_loop_once_however_many_requests_it_serves(monkey
                                 lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
             adding = [asyncio.ensure_future(served.add(f"r{i}", [i % VOCAB_SIZE], params(20))) for i in range(16)]
             await asyncio.sleep(0)
-            device_of(served).may_go.set()
+            release(served)
             streams += await asyncio.gather(*adding)
             await asyncio.gather(*map(read, streams))
             assert len(calls) <= device_of(served).num_steps + 1  # and one for the acceptance of all 16
@@ -185,13 +215,15 @@ def test_a_step_calls_the_event_loop_once_however_many_requests_it_serves(monkey
 def test_AB_06_closing_a_stream_aborts_all_its_choices_and_frees_their_blocks(n: int) -> None:
     async def test() -> None:
         async with running() as served:
+            device_of(served).allow(3)
             stream = await served.add("a", [1, 2, 3], params(400, n=n))
             await anext(stream)
             stream.close()
+            release(served)
             await drained(served)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
-            assert device_of(served).num_steps < 400
+            assert device_of(served).num_steps <= 4
 
     run(test)
 
@@ -210,12 +242,16 @@ def test_a_stream_that_was_read_to_its_end_may_be_closed() -> None:
 def test_cancelling_the_reader_aborts_the_request() -> None:
     async def test() -> None:
         async with running() as served:
-            task = asyncio.ensure_future(read(await served.add("a", [1], params(500))))
-            await until(lambda: device_of(served).num_steps > 3)
+            device_of(served).allow(3)
+            task = asyncio.ensure_future(read(await served.add("a", [1], params(400))))
+            await asyncio.sleep(0)  # it begins to read
+            await until(lambda: device_of(served).num_steps == 3)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            release(served)
             await drained(served)
+            assert device_of(served).num_steps <= 4
 
     run(test)
 
@@ -223,7 +259,7 @@ def test_cancelling_the_reader_aborts_the_request() -> None:
 def test_cancelling_whoever_waits_for_acceptance_aborts_the_request() -> None:
     async def test() -> None:
         async with running() as served:
-            device_of(served).may_go.clear()
+            hold(served)
             first = await served.add("a", [1], params(5))
             await until(lambda: served.num_running)
             task = asyncio.ensure_future(served.add("b", [1], params(500)))
@@ -231,7 +267,7 @@ def test_cancelling_whoever_waits_for_acceptance_aborts_the_request() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            device_of(served).may_go.set()
+            release(served)
             assert len((await read(first))[0]) == 5
             await drained(served)
 
@@ -242,13 +278,12 @@ def test_AB_03_requests_that_wait_can_be_aborted_and_never_run() -> None:
     async def test() -> None:
         engine = make_llm_engine(max_num_seqs=1)
         async with running(engine) as served:
-            device_of(served).may_go.clear()
-            streams = {f"r{i}": await served.add(f"r{i}", [i % VOCAB_SIZE] * 3, params(6)) for i in range(1, 7)}
+            streams = await add_held(served, {f"r{i}": params(6) for i in range(1, 7)})
             await until(lambda: served.num_running == 1)
+            assert served.num_waiting == 5
             streams["r3"].close()
             served.abort("r5")
-            device_of(served).may_go.set()
-            await until(lambda: engine.scheduler.waiting or not served.num_running)
+            release(served)
             answers = {name: await read(streams[name]) for name in ("r1", "r2", "r4", "r6")}
             assert [len(answer[0]) for answer in answers.values()] == [6] * 4
             with pytest.raises(EngineStopped):
@@ -262,18 +297,16 @@ def test_AB_03_requests_that_wait_can_be_aborted_and_never_run() -> None:
 def test_abort_from_another_thread_ends_the_stream_within_a_step() -> None:
     async def test() -> None:
         async with running() as served:
-            stream = await served.add("a", [1], params(500))
+            device_of(served).allow(2)
+            stream = await served.add("a", [1], params(400))
             await anext(stream)
-            device = device_of(served)
-            device.may_go.clear()
             thread = threading.Thread(target=served.abort, args=("a",))
             thread.start()
             await asyncio.to_thread(thread.join)
-            steps = device.num_steps
-            device.may_go.set()
+            release(served)
             with pytest.raises(EngineStopped):
                 await read(stream)
-            assert device.num_steps <= steps + 1
+            assert device_of(served).num_steps <= 3
             await drained(served)
             served.abort("a")  # gone, and never known: both are fine
             served.abort("b")
@@ -305,17 +338,34 @@ def test_a_refused_request_takes_the_others_of_its_stream_with_it() -> None:
     run(test)
 
 
+def test_requests_that_share_a_stream_are_accepted_together_or_not_at_all() -> None:
+    async def test() -> None:
+        async with running() as served:
+            for last, is_refused in (([1], False), ([99], True)):
+                await add_held(served, {"busy": params(500)})
+                stream = served.open_stream()
+                adding = [asyncio.ensure_future(served.add(f"r{i}", token_ids, params(4), stream=stream))
+                          for i, token_ids in enumerate([[2], last, [3], [4]])]
+                await asyncio.sleep(0)
+                device_of(served).allow(1)
+                results = await asyncio.gather(*adding, return_exceptions=True)  # nobody waits for another step
+                assert [isinstance(result, RequestError) for result in results] == [False, is_refused, False, False]
+                served.abort("busy")
+                release(served)
+                assert len([output async for output in stream if output.finish_reason]) == (0 if is_refused else 4)
+                await drained(served)
+
+    run(test)
+
+
 def test_a_failed_step_ends_what_ran_with_an_error_and_serves_what_waited() -> None:
     async def test() -> None:
         engine = make_llm_engine(max_num_seqs=2)
         async with running(engine) as served:
-            device = device_of(served)
-            device.may_go.clear()
-            streams = [await served.add(f"r{i}", [1, 2, 3], params(5)) for i in range(3)]
-            await until(lambda: served.num_running == 2)
-            device.failures.append(RuntimeError("cuda says no"))
-            device.may_go.set()
-            results = await asyncio.gather(*map(read, streams), return_exceptions=True)
+            streams = await add_held(served, {name: params(5) for name in "abc"})
+            device_of(served).failures.append(RuntimeError("cuda says no"))
+            release(served)
+            results = await asyncio.gather(*map(read, streams.values()), return_exceptions=True)
             assert [type(result) for result in results] == [EngineError, EngineError, dict]
             assert "cuda" not in str(results[0])  # that is for the log
             assert served.is_healthy
@@ -361,26 +411,25 @@ def test_three_failed_steps_in_a_row_are_the_end_of_the_engine() -> None:
                 with pytest.raises(EngineError):
                     await read(await served.add(name, [1], params()))
             assert await read(await served.add("c", [1], params(2)))  # a good one in between begins the count anew
-            device.may_go.clear()
-            streams = [await served.add(f"r{i}", [1, 2], params()) for i in range(5)]
+            streams = await add_held(served, {f"r{i}": params() for i in range(5)})
             device.failures += [RuntimeError("no")] * 3
-            device.may_go.set()
-            await check_death(served, deaths, streams)
+            release(served)
+            await check_death(served, deaths, list(streams.values()))
 
     run(test)
 
 
-@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt(), MemoryError()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("death", [SystemExit(3), KeyboardInterrupt(), MemoryError()],
+                         ids=lambda one: type(one).__name__)
 def test_a_thread_that_dies_of_anything_tells_everybody(death: BaseException) -> None:
     async def test() -> None:
         deaths: list[bool] = []
         engine = make_llm_engine(max_num_seqs=1)
         async with running(engine, on_dead=lambda: deaths.append(True)) as served:
-            device_of(served).may_go.clear()
-            streams = [await served.add(f"r{i}", [1, 2], params()) for i in range(3)]
+            streams = await add_held(served, {f"r{i}": params() for i in range(5)})
             device_of(served).failures += [death] * 3
-            device_of(served).may_go.set()
-            await check_death(served, deaths, streams)
+            release(served)
+            await check_death(served, deaths, list(streams.values()))
 
     run(test)
 
@@ -403,16 +452,15 @@ def test_a_failed_step_with_nobody_to_blame_is_the_end_of_the_engine(monkeypatch
 def test_shutdown_lets_accepted_requests_finish_and_refuses_new_ones() -> None:
     async def test() -> None:
         async with running(make_llm_engine(max_num_seqs=1)) as served:
-            device_of(served).may_go.clear()
-            streams = [await served.add(f"r{i}", [1], params(20)) for i in range(3)]
-            readers = [asyncio.ensure_future(read(stream)) for stream in streams]
+            streams = await add_held(served, {name: params(20) for name in "abc"})
+            readers = [asyncio.ensure_future(read(stream)) for stream in streams.values()]
             ending = asyncio.ensure_future(served.shutdown(drain_timeout=DEADLINE))
             await asyncio.sleep(0)
             assert served.is_healthy
             assert not served.is_accepting
             with pytest.raises(EngineStopped):
                 await served.add("late", [1], params())
-            device_of(served).may_go.set()
+            release(served)
             assert [len((await reader)[0]) for reader in readers] == [20] * 3
             await ending
             assert not served.is_healthy
@@ -424,12 +472,12 @@ def test_shutdown_lets_accepted_requests_finish_and_refuses_new_ones() -> None:
 def test_shutdown_aborts_what_does_not_finish_in_time() -> None:
     async def test() -> None:
         async with running() as served:
+            hold(served)
             stream = await served.add("a", [1], params(500))
-            device_of(served).may_go.clear()
             ending = asyncio.ensure_future(served.shutdown(drain_timeout=0.05))
             with pytest.raises(EngineStopped, match="shutting down"):
                 await read(stream)
-            device_of(served).may_go.set()
+            release(served)
             await ending
             assert not served.engine.has_unfinished()
             served.engine.scheduler.check()

@@ -43,6 +43,7 @@ MAX_BODY_BYTES = 8 * 2**20
 OPEN_PATHS = ("/health", "/version")  # need no key
 JSON_TYPE = "application/json"
 CLIENT_CLOSED = 499  # nginx's status for a client that did not wait; nobody receives it
+MAX_MESSAGE = 1000  # characters; a number from the request may have thousands of digits
 MAX_IGNORED = 100  # field names that are remembered
 KEEP_ALIVE = 60  # seconds that an idle connection is kept: longer than clients keep theirs, or they meet a closed one
 FLUSH_TIMEOUT = 1  # seconds that readers get, at the end, to take what is already written
@@ -66,6 +67,7 @@ class APIError(Exception):
         code: str | None = None, headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        message = message[:MAX_MESSAGE]
         self.status = status
         self.content = {"error": {"message": message, "type": type, "param": param, "code": code}}
         self.headers = headers or {}
@@ -367,11 +369,11 @@ class _Service:
             raise
 
     async def _submit(self, answer: Answer) -> OutputStream:
-        """All its prompts on one stream; a refused one takes the others with it."""
-        source: OutputStream | None = None
-        for index, prompt in enumerate(answer.prompts):
-            source = await self._engine.add(answer.request_id(index), prompt.token_ids, answer.params, stream=source)
-        assert source is not None
+        """All its prompts at once, on one stream; a refused one takes the others with it."""
+        source = self._engine.open_stream()
+        await asyncio.gather(*(
+            self._engine.add(answer.request_id(index), prompt.token_ids, answer.params, stream=source)
+            for index, prompt in enumerate(answer.prompts)))
         return source
 
 
@@ -485,6 +487,7 @@ async def run_server(
     At the first signal new requests are refused with 503 and running ones get drain_timeout seconds to finish; the
     second one ends the process at once. For the main thread only.
     """
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or every event may wait 40 ms for an ACK
     loop = asyncio.get_running_loop()
     stop_asked, is_dead = asyncio.Event(), asyncio.Event()
     engine = AsyncLLMEngine(llm_engine, on_dead=is_dead.set)

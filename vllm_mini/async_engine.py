@@ -150,15 +150,19 @@ class AsyncLLMEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def open_stream(self) -> OutputStream:
+        """A stream without requests yet, for several that belong together."""
+        return OutputStream(self._close)
+
     async def add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, *, stream: OutputStream | None = None,
     ) -> OutputStream:
-        """Queue a request; returns the stream of its outputs, once the engine has accepted it.
+        """Queue a request; returns the stream of its outputs, once the engine has accepted it (between two steps).
 
         Given a stream, the request joins it. Raises RequestError when it cannot be served, EngineStopped or EngineError
-        when nothing can; a stream given is then closed.
+        when nothing can; the stream is then closed, with all that is on it.
         """
-        stream = stream or OutputStream(self._close)
+        stream = stream or self.open_stream()
         try:
             self._check_accepting(request_id)
             stream.expect(request_id, params.n)
@@ -211,7 +215,9 @@ class AsyncLLMEngine:
 
     def _close(self, request_id: str) -> None:
         """A stream lets go of a request."""
-        self._asking.pop(request_id, None)
+        asking = self._asking.pop(request_id, None)
+        if asking is not None and not asking.done():
+            asking.set_result(None)  # whoever added it finds the stream closed
         self._forget(request_id)
         self._post(partial(self.engine.abort_request, request_id))
 

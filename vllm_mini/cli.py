@@ -41,7 +41,7 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 HOST_TIMEOUT = 2.0  # seconds that looking up a host name may take
 BACKLOG = 2048  # connections that may wait to be accepted
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
-UNITS = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
+UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop",
                     "ignore_eos")
@@ -157,7 +157,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
 def _add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     group.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 for any free one")
-    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model "
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="one or more names for clients to use "
                        "(default: the model as given; of a path its last part)")
     group.add_argument("--api-key", type=_not_empty, metavar="KEY",
                        help="what clients must send (default: $VLLM_API_KEY, else nothing)")
