@@ -1,7 +1,7 @@
 """Who may import whom: every import of the package against one table, and what only the edges may do.
 
     4  edges          api_server, cli, demo, fetch, live, llm, metrics, protocol, __init__, __main__
-    3  engine         async_engine, engine, tokenizer
+    3  engine         async_engine, chat_template, detokenizer, engine, tokenizer, tokenizer_files
     2  execution      model_runner, worker
     1  control plane  block_manager, scheduler     |     data plane  gguf_file, llama, loader, paged_attention, sampler
     0  vocabulary     config, sequence
@@ -45,8 +45,12 @@ ALLOWED = {
     "model_runner": {"config", "llama", "paged_attention", "sampler", "scheduler", "sequence"},
     "worker": {"block_manager", "config", "llama", "loader", "model_runner", "paged_attention", "scheduler", "sequence"},
     # engine
-    "tokenizer": {"config", "gguf_file", "sequence"},
-    "engine": {"block_manager", "config", "loader", "paged_attention", "scheduler", "sequence", "tokenizer", "worker"},
+    "chat_template": {"config", "sequence"},
+    "tokenizer_files": {"config", "gguf_file"},
+    "tokenizer": {"chat_template", "config", "sequence", "tokenizer_files"},
+    "detokenizer": {"tokenizer"},
+    "engine": {"block_manager", "config", "detokenizer", "loader", "paged_attention", "scheduler", "sequence", "tokenizer",
+               "worker"},
     "async_engine": {"config", "engine", "sequence"},
     # edges
     "metrics": {"config", "engine", "scheduler", "sequence"},

@@ -16,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from vllm_mini.chat_template import normalize_messages
 from vllm_mini.config import ConfigError
+from vllm_mini.detokenizer import OutputText
 from vllm_mini.sequence import RequestError
-from vllm_mini.tokenizer import BYTE_ALPHABET, OutputText, Tokenizer, normalize_messages
+from vllm_mini.tokenizer import Tokenizer
+from vllm_mini.tokenizer_files import BYTE_ALPHABET, TokenizerParts
 
 CORPUS = [
     "", " ", "  ", "\n", "\n\n\n", "\t", "Hello, world!", " leading", "trailing ", "  two  spaces   three",
@@ -109,7 +112,7 @@ def word_backend() -> tokenizers.Tokenizer:
 
 BACKENDS = {"sentencepiece": sentencepiece_backend, "metaspace": metaspace_backend, "byte_level": byte_level_backend,
             "words": word_backend}
-MADE = {name: Tokenizer(make(), special_tokens={}) for name, make in BACKENDS.items()}
+MADE = {name: Tokenizer(TokenizerParts(make(), {})) for name, make in BACKENDS.items()}
 DUMMY = Tokenizer.from_model("dummy")
 assert DUMMY is not None
 MADE["dummy"] = DUMMY
@@ -911,7 +914,7 @@ def test_ST_02_the_earliest_stop_string_wins_also_inside_a_token(
 ) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"hello": 0, " wor": 1, "ld!": 2}, "hello"))
     backend.decoder = decoders.Fuse()
-    text = stream(Tokenizer(backend, special_tokens={}), [], [0, 1, 2], stop=stops)[1]
+    text = stream(Tokenizer(TokenizerParts(backend, {})), [], [0, 1, 2], stop=stops)[1]
     assert (text.text, text.stopped_by) == (shown, by)
 
 

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 from vllm_mini.block_manager import BlockEvent, BlockManager
 from vllm_mini.config import ConfigError, EngineConfig, SchedulerConfig, token_id_tuple
+from vllm_mini.detokenizer import OutputText
 from vllm_mini.loader import load_config, load_generation_config, resolve_model
 from vllm_mini.paged_attention import Block
 from vllm_mini.scheduler import Scheduler, SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import RequestError, SamplingParams, Sequence, TokenLogprobs
-from vllm_mini.tokenizer import OutputText, Tokenizer
+from vllm_mini.tokenizer import Tokenizer
 from vllm_mini.worker import Worker
 
 __all__ = ["LLMEngine", "StepError", "StepSnapshot", "TokenOutput"]

@@ -24,7 +24,6 @@ __all__ = ["Answer", "ChatAnswer", "ChatRequest", "CompletionAnswer", "Completio
 
 MAX_PROMPTS = 2048  # in one completions request
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit for completions
-MAX_INT = 2**31 - 1  # of numbers that become tensors
 MIN_LOGPROB = -9999.0  # OpenAI's way to write an impossible token: JSON has no infinity
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's max_tokens for completions
 SAMPLING_FIELDS = (
@@ -65,7 +64,7 @@ class GenerationRequest(BaseModel):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
+    top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -102,10 +101,7 @@ class GenerationRequest(BaseModel):
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's own values, else the model's defaults, else OpenAI's. Raises RequestError."""
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
-        try:
-            return SamplingParams(**{**defaults, **given, **self._lengths(defaults), **self._logprobs()})
-        except OverflowError as error:  # an integer of hundreds of digits
-            raise RequestError("logit_bias holds a number that is too large", param="logit_bias") from error
+        return SamplingParams(**{**defaults, **given, **self._lengths(defaults), **self._logprobs()})
 
     def _lengths(self, defaults: Mapping[str, Any]) -> Json:
         raise NotImplementedError

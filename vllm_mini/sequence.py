@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 __all__ = ["RequestError", "SampledToken", "SamplingParams", "Sequence", "SequenceStatus", "TokenLogprobs"]
 
 MAX_N = 128
+MAX_INT = 2**31 - 1  # of a number that becomes a tensor's entry
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -58,7 +58,7 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_N)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, MAX_INT)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -100,7 +100,7 @@ def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
 def _check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
-    if not math.isfinite(value) or value > high or value < low or (low_open and value == low):
+    if not low <= value <= high or (low_open and value == low):  # NaN is in no range
         raise RequestError(f"{name} must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value}", param=name)
 
 
