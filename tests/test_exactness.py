@@ -107,11 +107,12 @@ def test_NU_05_bfloat16_stays_near_transformers_bfloat16(smollm2_path, reference
         num_equal, worst = 0, 0.0
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0)
         for result in llm.generate(VARIED[:10], params, progress=False):
-            output = result.outputs[0]
+            prompt, output = result.prompt_token_ids, result.outputs[0]
             with torch.inference_mode():
-                logits = half(torch.tensor([result.prompt_token_ids + output.token_ids])).logits[0].float()
-            logprobs = logits[len(result.prompt_token_ids) - 1 : -1].log_softmax(-1)
-            num_equal += logprobs.argmax(-1).tolist()[:10] == output.token_ids[:10]
+                generated = half.generate(torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
+                logits = half(torch.tensor([prompt + output.token_ids])).logits[0].float()
+            num_equal += generated[0, len(prompt) :].tolist() == output.token_ids[:10]
+            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
             chosen = logprobs.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
             worst = max(worst, (chosen - torch.tensor([entry.logprob for entry in output.logprobs])).abs().median().item())
         assert num_equal >= 8
