@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from vllm_mini.api_server import build_app
+from vllm_mini.api_server import build_app, server_config
 from vllm_mini.async_engine import AsyncLLMEngine
 from vllm_mini.config import EngineConfig
 from vllm_mini.engine import LLMEngine
@@ -94,7 +94,7 @@ def serve_in_thread(engine: LLMEngine | None = None, *, app_settings: dict[str, 
     app = build_app(AsyncLLMEngine(engine), **{"served_model_names": ["dummy"], **(app_settings or {})})
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle's delays on
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(app, "warning"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     running = Server(engine, f"http://127.0.0.1:{listener.getsockname()[1]}")

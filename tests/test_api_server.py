@@ -786,6 +786,8 @@ def test_SE_01_only_the_key_opens(keyed, path, headers, status):
 def test_SE_01_health_is_open_and_a_huge_header_is_refused(keyed):
     for path in ("/health", "//health/", "/version"):
         assert keyed.get_raw(path, b"").startswith(b"HTTP/1.1 200 ")
+    for headers in (b"Authorization: Bearer " + b"x" * 70_000 + b"\r\n", b"a: b\r\n" * 200):
+        assert keyed.get_raw("/v1/models", headers).startswith(b"HTTP/1.1 431 ")
     with contextlib.suppress(ConnectionResetError):  # the answer need not outrun the closing of the connection
         answer = keyed.get_raw("/v1/models", b"Authorization: Bearer " + b"x" * 1_000_000 + b"\r\n")
         assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))

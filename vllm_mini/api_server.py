@@ -28,6 +28,7 @@ from vllm_mini.answers import Answer, ChatAnswer, CompletionAnswer, Prompt
 from vllm_mini.async_engine import AsyncLLMEngine, EngineError, EngineStopped, OutputStream
 from vllm_mini.engine import LLMEngine, TokenOutput
 from vllm_mini.http_edge import (
+    MAX_HEADER_BYTES,
     APIError,
     ClientDisconnected,
     Edge,
@@ -40,7 +41,7 @@ from vllm_mini.http_edge import (
 from vllm_mini.protocol import ChatRequest, CompletionRequest
 from vllm_mini.sequence import RequestError
 
-__all__ = ["build_app", "run_server"]
+__all__ = ["build_app", "run_server", "server_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +259,12 @@ def build_app(
     return app
 
 
+def server_config(app: FastAPI, log_level: str) -> uvicorn.Config:
+    """How uvicorn is to serve the application. Headers may arrive in parts, so h11 must wait for more than Edge allows."""
+    return uvicorn.Config(app, http="h11", h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES, log_config=None,
+                          log_level=log_level, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH_TIMEOUT)
+
+
 class _Server(uvicorn.Server):
     """Says when it is ready, and leaves signals to run_server: uvicorn would die of them after it has shut down."""
 
@@ -307,9 +314,7 @@ async def run_server(
     loop = asyncio.get_running_loop()
     stop_asked, is_dead = asyncio.Event(), asyncio.Event()
     engine = AsyncLLMEngine(llm_engine, on_dead=is_dead.set)
-    server = _Server(uvicorn.Config(
-        build_app(engine, **app_settings), log_config=None, log_level=log_level, timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=FLUSH_TIMEOUT), on_ready)
+    server = _Server(server_config(build_app(engine, **app_settings), log_level), on_ready)
     with _handling_signals(lambda: loop.call_soon_threadsafe(stop_asked.set)):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         reasons = [asyncio.ensure_future(event.wait()) for event in (stop_asked, is_dead)]

@@ -21,12 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_mini.async_engine import EngineError, EngineStopped
 from vllm_mini.sequence import RequestError
 
-__all__ = ["APIError", "ClientDisconnected", "Edge", "as_api_error", "error_response", "event", "json_response",
-           "until_disconnect"]
+__all__ = ["MAX_HEADER_BYTES", "APIError", "ClientDisconnected", "Edge", "as_api_error", "error_response", "event",
+           "json_response", "until_disconnect"]
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_HEADER_BYTES = 64 * 2**10
+MAX_HEADERS = 100
 OPEN_PATHS = ("/health", "/version")  # need no key
 JSON_TYPE = "application/json"
 MAX_MESSAGE = 1000  # characters; a number from the request may have thousands of digits
@@ -176,6 +178,8 @@ class Edge:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise APIError(431, f"the headers are more than {MAX_HEADERS} or larger than {MAX_HEADER_BYTES} bytes")
         if self._key_digest is not None and scope["path"] not in OPEN_PATHS and not self._has_key(scope["headers"]):
             raise APIError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
                            type="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
