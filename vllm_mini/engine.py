@@ -92,7 +92,7 @@ class LLMEngine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self.default_params = default_params or {}  # what the model's generation_config.json sets
-        self.on_step = on_step
+        self.observers = [] if on_step is None else [on_step]  # each is shown every step; what they raise ends the step
         self._requests: dict[str, _Request] = {}
         self._next_seq_id = 0
         self._random = random.Random(seed)
@@ -198,9 +198,11 @@ class LLMEngine:
             raise
         outputs = [self._deliver(seq) for seq in advanced]
         events = self.scheduler.block_manager.take_events()
-        if self.on_step is not None:
+        if self.observers:
             finished = tuple(seq for seq in advanced if seq.is_finished)
-            self.on_step(StepSnapshot(schedule, events, tuple(outputs), finished))
+            snapshot = StepSnapshot(schedule, events, tuple(outputs), finished)
+            for observe in self.observers:
+                observe(snapshot)
         return outputs
 
     def _deliver(self, seq: Sequence) -> TokenOutput:
