@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
+from tests.checkpoints import edit_config, write_byte_tokenizer, write_checkpoint, write_scripted_checkpoint
 from vllm_mini import LLM, ConfigError, RequestError, SamplingParams
 from vllm_mini.engine import StepError
 
@@ -407,3 +412,99 @@ def test_a_block_of_the_engine_is_a_window_on_its_pool():
     llm.engine.abort_request("r")
     assert block.ref_count == 0
     assert_drained(llm)
+
+
+@pytest.mark.parametrize("top_p", [0, 0.0, -0.1, 1.1, float("nan"), 10**400])
+def test_SA_03_top_p_outside_its_range_is_refused_by_name(top_p):
+    with pytest.raises(RequestError, match="top_p") as caught:
+        SamplingParams(top_p=top_p)
+    assert caught.value.param == "top_p"
+
+
+def test_SA_03_top_p_of_nearly_nothing_is_greedy_and_of_one_filters_nothing():
+    llm = make_llm()
+    greedy = llm.generate("hello", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), progress=False)
+    drawn = SamplingParams(temperature=1, seed=1, max_tokens=20, ignore_eos=True)
+    for _ in range(5):
+        narrow = llm.generate("hello", drawn.clone(top_p=1e-9), progress=False)
+        assert token_ids(narrow) == token_ids(greedy)
+    free, full = (token_ids(llm.generate("hello", drawn.clone(top_p=top_p), progress=False)) for top_p in (1, 1.0))
+    assert free == full != token_ids(greedy)
+
+
+@pytest.mark.parametrize("eos_of", ["generation_config", "config", "tokenizer"])
+def test_SA_21_ids_beyond_the_tokenizer_are_never_drawn(tmp_path, eos_of):
+    write_checkpoint(tmp_path, vocab_size=512)
+    write_byte_tokenizer(tmp_path)  # 259 tokens
+    if eos_of == "config":  # an end that cannot come may be named, and must not be an error
+        edit_config(tmp_path, eos_token_id=510)
+    if eos_of == "generation_config":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 510}))
+    llm = LLM(str(tmp_path), dtype="float32", num_kv_blocks=64)
+    params = SamplingParams(temperature=2, seed=1, max_tokens=300, ignore_eos=True, logprobs=20, min_tokens=300)
+    (output,) = llm.generate("hello", params, progress=False)[0].outputs
+    assert len(output.token_ids) == 300 and max(output.token_ids) < 259
+    assert max(token_id for entry in output.logprobs for token_id, _ in entry.top) < 259
+    for refused in ({"logit_bias": {"510": 100}}, {"stop_token_ids": [259]}):
+        with pytest.raises(RequestError, match="vocabulary of 259 tokens"):
+            llm.generate("hello", SamplingParams(**refused), progress=False)
+    with pytest.raises(RequestError, match="vocabulary of 259 tokens"):
+        llm.generate([[300]], SamplingParams(), progress=False)
+
+
+@pytest.mark.parametrize(("config", "generation_config", "ends"), [
+    (0, [0, 2], {0, 2, 258}), ([7, 9], None, {7, 9, 258}), (None, None, {258}), (None, {"eos_token_id": None}, {258}),
+    ([4], [5], {4, 5, 258}),
+], ids=str)
+def test_ML_06_an_answer_ends_at_any_of_the_end_tokens_that_the_files_name(tmp_path, config, generation_config, ends):
+    write_scripted_checkpoint(tmp_path, {}, vocab_size=259, hidden_size=264, eos_token_id=config)
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    if generation_config is not None:
+        content = generation_config if isinstance(generation_config, dict) else {"eos_token_id": generation_config}
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    llm = LLM(str(tmp_path), dtype="float32", num_kv_blocks=64)
+    assert llm.engine.eos_token_ids == ends
+    for end in ends:
+        expected = [(end - 1) % 259]  # the script counts up
+        while expected[-1] not in ends:
+            expected.append((expected[-1] + 1) % 259)
+        (result,) = llm.generate([[(end - 2) % 259]], SamplingParams(temperature=0, max_tokens=12), progress=False)
+        assert (result.outputs[0].token_ids, result.outputs[0].finish_reason) == (expected, "stop")
+
+
+def test_ML_06_without_any_end_token_an_answer_runs_to_its_limit(tmp_path):
+    write_scripted_checkpoint(tmp_path, {}, vocab_size=64)
+    llm = LLM(str(tmp_path), dtype="float32", num_kv_blocks=64)
+    (output,) = llm.generate([[0]], SamplingParams(temperature=0, max_tokens=80), progress=False)[0].outputs
+    assert (len(output.token_ids), output.finish_reason) == (80, "length")
+    assert output.token_ids == [(token + 1) % 64 for token in range(80)]
+
+
+@pytest.mark.parametrize("stop", [["a", "b", "c", "d"], "x", ("x",), [f"s{index}" for index in range(16)], None, []])
+def test_ST_06_a_few_stop_strings_are_fine_in_every_spelling(stop):
+    wanted = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    assert SamplingParams(stop=stop).stop == wanted
+
+
+@pytest.mark.parametrize(("stop", "limit"), [
+    ([f"s{index}" for index in range(17)], "16"), ([1, 2], "list of strings"), ({"a": 1}, "list of strings"),
+    (["x" * 10_000], "1024"), ("x" * 10_000, "1024"), ([None], "list of strings"), (5, "list of strings"), (b"x", "strings"),
+], ids=lambda value: str(value)[:20])
+def test_ST_06_too_many_or_too_long_or_other_things_than_strings_are_refused(stop, limit):
+    with pytest.raises(RequestError, match=limit) as caught:
+        SamplingParams(stop=stop)
+    assert caught.value.param == "stop"
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_NU_06_no_more_threads_than_this_process_may_use():
+    code = ("import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+            "import torch; torch.set_num_threads(8)\n"
+            "from vllm_mini import LLM\n"
+            "LLM('dummy', num_kv_blocks=8); print(torch.get_num_threads())\n"
+            "LLM('dummy', num_kv_blocks=8, num_threads=3); print(torch.get_num_threads())")
+    environment = {**os.environ, "OMP_NUM_THREADS": "8"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.split() == ["1", "3"]
