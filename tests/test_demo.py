@@ -186,3 +186,9 @@ def test_the_real_model_lives_through_the_same_story(
         line for line in run.lines if not line.startswith("[Done]")]
     assert answers(lines)["seq_1"] == "' Paris.\\n'"
     assert len(answers(lines)) == NUM_SEQS
+
+
+def test_a_reader_that_has_had_enough_is_no_error():
+    command = f"{sys.executable} -m vllm_mini.demo | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("[Iter 0] Prefill seq_0") and result.stderr == ""

@@ -43,6 +43,7 @@ BACKLOG = 2048  # connections that may wait to be accepted
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+TERMINAL_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # what the default model's card advises; the server's are OpenAI's
 SAMPLING_OPTIONS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop",
                     "ignore_eos")
 ENGINE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -202,8 +203,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     own = "(default: the model's own, else {})"
-    for name, kind, default in (("temperature", float, 1.0), ("top_p", float, 1.0), ("top_k", int, "all"),
-                                ("min_p", float, 0.0), ("repetition_penalty", float, 1.0)):
+    defaults = {**TERMINAL_DEFAULTS, "top_k": "all", "min_p": 0.0, "repetition_penalty": 1.0}
+    for name, default in defaults.items():
+        kind = int if name == "top_k" else float
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{name} {own.format(default)}", metavar="X")
     group.add_argument("--max-tokens", type=int, metavar="N",
                        help="length of the answer (default: until the model ends it or the context is full)")
@@ -412,7 +414,7 @@ def _given_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _params(engine: LLMEngine, given: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": None, **engine.default_params, **given})
+    return SamplingParams(**{"max_tokens": None, **TERMINAL_DEFAULTS, **engine.default_params, **given})
 
 
 def _encode_chat(engine: LLMEngine, messages: list[dict[str, str]]) -> list[int]:

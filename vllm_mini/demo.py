@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -249,9 +250,14 @@ def main(argv: list[str] | None = None) -> int:
     except (FetchError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1
-    play(engine, real=args.real)
-    print()
-    Console().print(narrator.closing_table())
+    try:
+        play(engine, real=args.real)
+        print()
+        Console().print(narrator.closing_table())
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
