@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vllm_mini.sequence import Sequence, SequenceStatus
 
-__all__ = ["BlockEvent", "BlockManager", "Transfers"]
+__all__ = ["BlockEvent", "BlockManager", "Demand", "Transfers"]
 
 
 class BlockEvent(NamedTuple):
@@ -22,6 +22,14 @@ class BlockEvent(NamedTuple):
     kind: str  # "allocate", "share", "fork", "copy", "swap_out", "swap_in", "release" or "evict"
     seq_id: int  # -1 for "evict": the block belonged to nobody any more
     block_ids: tuple[int, ...]
+
+
+class Demand(NamedTuple):
+    """What a sequence would take if it were admitted now."""
+
+    hits: list[int]  # cached blocks that it would share
+    num_new: int  # blocks
+    num_free: int  # blocks, less the hits that are free
 
 
 @dataclass
@@ -67,15 +75,19 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def demand(self, seq: Sequence) -> Demand:
+        """The blocks that all known tokens of a sequence without device blocks need."""
+        hits = [] if seq.host_blocks else self._find_prefix(seq)
+        num_free = len(self.free_blocks) - sum(self.ref_counts[block_id] == 0 for block_id in hits)
+        return Demand(hits, self.num_blocks_for(seq.num_tokens) - len(hits), num_free)
+
     def admit(self, seq: Sequence, *, headroom: int = 0) -> bool:
         """Give `seq` blocks for all its known tokens, shared ones where its prefix is cached; False changes nothing.
 
         Refuses unless `headroom` more blocks stay free. Sets num_computed_tokens to what needs no computing; a
         swapped-out sequence gets its K/V copied back instead and goes on where it was.
         """
-        hits = [] if seq.host_blocks else self._find_prefix(seq)
-        num_new = self.num_blocks_for(seq.num_tokens) - len(hits)
-        num_free = len(self.free_blocks) - sum(self.ref_counts[block_id] == 0 for block_id in hits)
+        hits, num_new, num_free = self.demand(seq)
         if num_new + headroom > num_free:
             return False
         for block_id in hits:

@@ -139,6 +139,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 2048
     enable_chunked_prefill: bool = True
+    enable_continuous_batching: bool = True  # False: nobody joins before all that run have finished, to see what it costs
     preemption_mode: Literal["recompute", "swap"] = "recompute"
 
     def __post_init__(self) -> None:
@@ -172,6 +173,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
+    enable_continuous_batching: bool = True  # False: static batching, to see what it costs
     enable_prefix_caching: bool = True
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     generation_config: Literal["auto", "none"] = "auto"  # "none": ignore the model's sampling defaults

@@ -109,7 +109,7 @@ class LLMEngine:
         scheduler_config = SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len, enable_chunked_prefill=config.enable_chunked_prefill,
-            preemption_mode=config.preemption_mode)
+            enable_continuous_batching=config.enable_continuous_batching, preemption_mode=config.preemption_mode)
         tokenizer = Tokenizer.from_model(path, chat_template=config.chat_template)
         vocab_size = min(model_config.vocab_size, tokenizer.vocab_size if tokenizer else model_config.vocab_size)
         generation_config = load_generation_config(path)

@@ -18,7 +18,7 @@ from vllm_mini.block_manager import BlockManager, Transfers
 from vllm_mini.config import SchedulerConfig
 from vllm_mini.sequence import RequestError, SampledToken, Sequence, SequenceStatus, TokenLogprobs
 
-__all__ = ["ScheduledSequence", "Scheduler", "SchedulerOutput", "SequenceOutput"]
+__all__ = ["Refusal", "ScheduledSequence", "Scheduler", "SchedulerOutput", "SequenceOutput"]
 
 
 class ScheduledSequence(NamedTuple):
@@ -36,6 +36,15 @@ class ScheduledSequence(NamedTuple):
         return self.start < max(self.seq.num_prompt_tokens, self.num_known_tokens - 1)
 
 
+class Refusal(NamedTuple):
+    """Why the first sequence in line did not get into a step; all behind it wait for it."""
+
+    seq: Sequence
+    cause: str  # "blocks", "budget", "max_num_seqs", "preemption" (nobody comes in then) or "batch" (static batching)
+    num_needed: int = 0  # blocks (the ones kept for runners counted in), tokens or sequences
+    num_left: int = 0
+
+
 @dataclass(frozen=True)
 class SchedulerOutput:
     """The snapshot of one step: all that the device needs, and what an observer wants to know."""
@@ -46,6 +55,7 @@ class SchedulerOutput:
     admitted: tuple[Sequence, ...]  # from waiting
     resumed: tuple[Sequence, ...]  # from swapped
     preempted: tuple[Sequence, ...]
+    refusal: Refusal | None = None  # None: nobody was left waiting
 
     @property
     def num_batched_tokens(self) -> int:
@@ -71,7 +81,7 @@ class Scheduler:
         self.swapped: deque[Sequence] = deque()  # preempted: with host blocks copied out, without to be recomputed
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
-        self._num_steps = 0
+        self.num_steps = 0
 
     @property
     def max_num_tokens(self) -> int:
@@ -123,9 +133,12 @@ class Scheduler:
             budget -= scheduled[-1].num_tokens
         admitted: list[Sequence] = []
         resumed: list[Sequence] = []
-        while budget > 0 and not preempted and (self.swapped or self.waiting):
+        refusal: Refusal | None = None
+        is_closed = bool(self.running) and not self.config.enable_continuous_batching  # static batching: nobody joins
+        while self.swapped or self.waiting:
             queue, joined = (self.swapped, resumed) if self.swapped else (self.waiting, admitted)
-            if not self._admit(queue[0], budget):
+            refusal = self._admit(queue[0], budget, preempted, is_closed=is_closed and not self.swapped)
+            if refusal is not None:
                 break
             joined.append(queue.popleft())
             self.running.append(joined[-1])
@@ -133,9 +146,9 @@ class Scheduler:
             budget -= scheduled[-1].num_tokens
         if not scheduled and self.has_unfinished():
             raise RuntimeError(f"empty step with work left: {len(self.swapped)} swapped, {len(self.waiting)} waiting")
-        self._num_steps += 1
-        return SchedulerOutput(self._num_steps - 1, tuple(scheduled), self.block_manager.take_transfers(),
-                               tuple(admitted), tuple(resumed), tuple(preempted))
+        self.num_steps += 1
+        return SchedulerOutput(self.num_steps - 1, tuple(scheduled), self.block_manager.take_transfers(),
+                               tuple(admitted), tuple(resumed), tuple(preempted), refusal)
 
     def update(self, output: SchedulerOutput, results: Iterable[SequenceOutput]) -> list[Sequence]:
         """Take in what a step computed; returns the sequences that got a token, forks included, finished ones too."""
@@ -199,16 +212,22 @@ class Scheduler:
         self.swapped.appendleft(victim)
         self.num_preemptions += 1
 
-    def _admit(self, seq: Sequence, budget: int) -> bool:
-        if self._num_runners() + _width(seq) > self.max_num_seqs:
-            return False
-        if not self.config.enable_chunked_prefill and seq.num_tokens - seq.num_computed_tokens > budget:
-            return False
+    def _admit(self, seq: Sequence, budget: int, preempted: list[Sequence], *, is_closed: bool) -> Refusal | None:
+        """Let `seq` run from this step on; or say why not, and change nothing."""
+        if preempted or is_closed:
+            return Refusal(seq, "preemption" if preempted else "batch")
+        num_runners = self._num_runners()
+        if num_runners + _width(seq) > self.max_num_seqs:
+            return Refusal(seq, "max_num_seqs", _width(seq), self.max_num_seqs - num_runners)
+        num_needed = 1 if self.config.enable_chunked_prefill else seq.num_tokens - seq.num_computed_tokens
+        if num_needed > budget:
+            return Refusal(seq, "budget", seq.num_tokens - seq.num_computed_tokens, budget)
         # One block spare for each runner: most would otherwise be preempting again within a few steps.
-        if not self.block_manager.admit(seq, headroom=self._num_runners()):
-            return False
+        if not self.block_manager.admit(seq, headroom=num_runners):
+            demand = self.block_manager.demand(seq)
+            return Refusal(seq, "blocks", demand.num_new + num_runners, demand.num_free)
         seq.status = SequenceStatus.RUNNING
-        return True
+        return None
 
     def _give_tokens(self, seq: Sequence, budget: int) -> ScheduledSequence:
         start = seq.num_computed_tokens
