@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_mini.engine import LLMEngine, StepError, TokenOutput
 from vllm_mini.sequence import RequestError, SamplingParams
@@ -25,6 +27,7 @@ __all__ = ["AsyncLLMEngine", "EngineError", "EngineStopped", "OutputStream"]
 logger = logging.getLogger(__name__)
 
 Verdict = tuple[str, Exception | None]  # request_id, and why it was refused or ended
+Finding = TypeVar("Finding")
 
 
 class EngineError(RuntimeError):
@@ -111,6 +114,8 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine, *, on_dead: Callable[[], None] | None = None) -> None:
         self.engine = engine  # what never changes (tokenizer, limits, defaults) may be read from any thread
         self._on_dead = on_dead
+        self.between_steps: list[Callable[[], None]] = []  # called on the thread before each step; set before start()
+        self.on_stop: list[Callable[[], None]] = []  # called on the event loop once no step will follow
         # shared
         self._inbox: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Condition()
@@ -120,10 +125,14 @@ class AsyncLLMEngine:
         self._is_stopping = False
         self._num_failures = 0
         self._verdicts: list[Verdict] = []
+        self._seconds_between_steps = 0.0
+        self._num_steps_allowed = math.inf
+        self._last_step = 0.0  # time.monotonic()
         # the event loop's
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, OutputStream] = {}
         self._asking: dict[str, asyncio.Future[Exception | None]] = {}  # requests that wait for their verdict
+        self._looking: set[asyncio.Future[Any]] = set()  # those who wait for what inspect() finds
         self._is_closing = False
         self._drained = asyncio.Event()
 
@@ -181,9 +190,33 @@ class AsyncLLMEngine:
         """End a request before the next step; its stream raises EngineStopped. Callable from any thread, for any id."""
         self._post(partial(self._abort_for_others, request_id))
 
+    async def inspect(self, look: Callable[[], Finding]) -> Finding:
+        """What `look` returns when it is called on the thread, between two steps. EngineError when no thread is left."""
+        if not self.is_healthy:
+            raise EngineError("the engine has stopped")
+        found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
+        self._looking.add(found)
+        self._post(partial(self._look, look, found))
+        try:
+            return await found
+        finally:
+            self._looking.discard(found)
+
+    def run_between_steps(self, command: Callable[[], None]) -> None:
+        """Have the thread call `command`, which must not raise, before its next step. From any thread."""
+        self._post(command)
+
+    def set_pace(self, steps_per_second: float = math.inf, num_steps: float = math.inf) -> None:
+        """From now on at most so many steps a second, and `num_steps` of them in all: 0 is a pause. From any thread.
+
+        Requests keep coming and going meanwhile. The same without arguments is the end of it.
+        """
+        self._post(partial(self._set_pace, 1 / steps_per_second, num_steps))
+
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Refuse new requests, give the accepted ones so many seconds to finish, abort the rest and stop the thread."""
         self._is_closing = True
+        self.set_pace()
         if self._streams and self.is_healthy:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), drain_timeout)
@@ -192,6 +225,7 @@ class AsyncLLMEngine:
         self._post(self._stop)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, self.JOIN_TIMEOUT)
+        self._say_stopped()
 
     # ---- on the event loop ----
 
@@ -236,6 +270,21 @@ class AsyncLLMEngine:
             elif stream is not None and stream.push(output):
                 self._forget(output.request_id)
 
+    def _found(self, future: asyncio.Future[Any], finding: Any, error: Exception | None) -> None:
+        if future.done():  # whoever asked was cancelled
+            return
+        if error is None:
+            future.set_result(finding)
+        else:
+            future.set_exception(error)
+
+    def _say_stopped(self) -> None:
+        for future in self._looking:
+            if not future.done():
+                future.set_exception(EngineError("the engine has stopped"))
+        for callback in self.on_stop:
+            callback()
+
     def _bury(self) -> None:
         """The thread is dead: nobody may wait for it."""
         error = EngineError("the engine has stopped after an error")
@@ -243,6 +292,7 @@ class AsyncLLMEngine:
             self._receive([(request_id, error)], [])
         for stream in set(self._streams.values()):
             stream.end(error)
+        self._say_stopped()
         if self._on_dead is not None:
             self._on_dead()
 
@@ -254,7 +304,9 @@ class AsyncLLMEngine:
                 for command in self._take_commands():
                     command()
                 self._send([])
-                if not self._is_stopping and self.engine.has_unfinished():
+                for look in self.between_steps:
+                    look()
+                if not self._is_stopping and self._seconds_to_step() == 0:
                     self._send(self._step())
         except BaseException:  # whatever it was, nobody else would hear of it
             logger.critical("the engine cannot go on", exc_info=True)
@@ -263,13 +315,35 @@ class AsyncLLMEngine:
 
     def _take_commands(self) -> list[Callable[[], None]]:
         with self._wakeup:
-            self._wakeup.wait_for(lambda: self._inbox or self.engine.has_unfinished())
+            while not self._inbox and (seconds := self._seconds_to_step()) != 0:
+                self._wakeup.wait(seconds)
             commands = list(self._inbox)
             self._inbox.clear()
         return commands
 
+    def _seconds_to_step(self) -> float | None:
+        """Until the next step is due: 0 is now, None not before something else happens."""
+        if not self.engine.has_unfinished() or self._num_steps_allowed <= 0:
+            return None
+        if not self._seconds_between_steps:
+            return 0
+        return max(0, self._last_step + self._seconds_between_steps - time.monotonic())
+
+    def _look(self, look: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        finding, error = None, None
+        try:
+            finding = look()
+        except Exception as failure:
+            error = failure
+        self._call_loop(self._found, future, finding, error)
+
+    def _set_pace(self, seconds_between_steps: float, num_steps: float) -> None:
+        self._seconds_between_steps, self._num_steps_allowed = seconds_between_steps, num_steps
+
     def _step(self) -> list[TokenOutput]:
         """One step's outputs, those of a failed one too. Raises when there is no hope for the next."""
+        self._num_steps_allowed -= 1
+        self._last_step = time.monotonic()
         try:
             outputs = self.engine.step()
         except StepError as error:
