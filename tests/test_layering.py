@@ -1,6 +1,7 @@
 """Who may import whom: every import of the package against one table, and what only the edges may do.
 
-    4  edges          answers, api_server, cli, demo, fetch, http_edge, live, llm, metrics, protocol, __init__, __main__
+    4  edges          answers, api_server, cli, demo, fetch, http_connection, http_edge, live, llm, metrics, protocol,
+                      text_endpoints, __init__, __main__
     3  engine         async_engine, chat_template, detokenizer, engine, tokenizer, tokenizer_files
     2  execution      model_runner, worker
     1  control plane  block_manager, scheduler     |     data plane  gguf_file, llama, loader, paged_attention, sampler
@@ -25,8 +26,8 @@ MODULES = {path.stem: path for path in sorted((ROOT / PACKAGE).glob("*.py"))}
 VOCABULARY = {"config", "sequence"}
 CONTROL_PLANE = {"block_manager", "scheduler"}
 DATA_PLANE = {"gguf_file", "llama", "loader", "paged_attention", "sampler"}
-EDGES = {"__init__", "__main__", "answers", "api_server", "cli", "demo", "fetch", "http_edge", "live", "llm", "metrics",
-         "protocol"}
+EDGES = {"__init__", "__main__", "answers", "api_server", "cli", "demo", "fetch", "http_connection", "http_edge", "live",
+         "llm", "metrics", "protocol", "text_endpoints"}
 
 # module -> the modules of this package that it may import. From lower layers, or by name from its own.
 ALLOWED = {
@@ -59,7 +60,10 @@ ALLOWED = {
     "protocol": {"sequence"},
     "answers": {"__init__", "engine", "protocol", "sequence", "tokenizer"},
     "http_edge": {"async_engine", "sequence"},
-    "api_server": {"__init__", "answers", "async_engine", "engine", "http_edge", "live", "metrics", "protocol", "sequence"},
+    "http_connection": {"http_edge"},
+    "text_endpoints": {"engine", "http_edge", "protocol", "sequence", "tokenizer"},
+    "api_server": {"__init__", "answers", "async_engine", "engine", "http_connection", "http_edge", "live", "metrics",
+                   "protocol", "sequence", "text_endpoints"},
     "live": {"block_manager", "config", "engine", "scheduler", "sequence"},
     "fetch": {"config"},
     "demo": {"block_manager", "config", "engine", "fetch", "loader", "live", "llm", "scheduler", "sequence", "tokenizer"},

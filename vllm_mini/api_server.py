@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
@@ -20,13 +22,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.responses import StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mini import __version__
 from vllm_mini.answers import Answer, ChatAnswer, CompletionAnswer, Prompt
-from vllm_mini.async_engine import AsyncLLMEngine, EngineError, EngineStopped, OutputStream
+from vllm_mini.async_engine import AsyncLLMEngine, EngineBusy, EngineError, EngineStopped, OutputStream
 from vllm_mini.engine import LLMEngine, TokenOutput
+from vllm_mini.http_connection import Connection
 from vllm_mini.http_edge import (
     MAX_HEADER_BYTES,
     APIError,
@@ -38,8 +42,10 @@ from vllm_mini.http_edge import (
     json_response,
     until_disconnect,
 )
+from vllm_mini.metrics import CONTENT_TYPE, Metrics
 from vllm_mini.protocol import ChatRequest, CompletionRequest
 from vllm_mini.sequence import RequestError
+from vllm_mini.text_endpoints import TextEndpoints, named, render_chat
 
 __all__ = ["build_app", "run_server", "server_config"]
 
@@ -49,6 +55,8 @@ CLIENT_CLOSED = 499  # nginx's status for a client that did not wait; nobody rec
 MAX_IGNORED = 100  # field names that are remembered
 KEEP_ALIVE = 60  # seconds that an idle connection is kept: longer than clients keep theirs, or they meet a closed one
 FLUSH_TIMEOUT = 1  # seconds that readers get, at the end, to take what is already written
+LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # pages of this machine
+EXPOSED_HEADERS = ("x-request-id", "retry-after")  # to scripts of another origin
 
 Json = dict[str, Any]
 
@@ -73,40 +81,61 @@ class _EventStream(StreamingResponse):
 class _Service:
     """The endpoints around one engine."""
 
-    def __init__(self, engine: AsyncLLMEngine, served_model_names: Sequence[str], model_path: str | None) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, served_model_names: Sequence[str], model_path: str | None,
+        request_timeout: float | None,
+    ) -> None:
         self._engine = engine
         self._names = tuple(served_model_names)
         self._model_path = model_path
+        self._request_timeout = request_timeout
+        self._metrics = Metrics(engine.engine, model_name=self._names[0])
+        engine.engine.observers.append(self._metrics.on_step)
+        engine.watchers.append(self._metrics)
         self._created = int(time.time())
         self._ignored: set[str] = set()
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a chat."""
         return await self._serve(request, self._prepare_chat, body)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
         return await self._serve(request, self._prepare_completion, body)
 
     async def models(self) -> Response:
+        """The names under which the model is served."""
         return json_response({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def model(self, model: str) -> Response:
-        return json_response(self._model(self._served_name(model)))
+        """One of these names."""
+        return json_response(self._model(self.served_name(model)))
 
     async def health(self) -> Response:
+        """200 and no body, or 503 once the engine is dead or shutting down."""
         if self._engine.is_accepting:
             return Response()
         raise APIError(503, "the engine has stopped" if not self._engine.is_healthy else "the server is shutting down",
                        type="service_unavailable")
 
     async def version(self) -> Response:
+        """The server's version."""
         return json_response({"version": __version__})
+
+    async def load(self) -> Response:
+        """How many requests are being answered or wait; each prompt of a completions request is one."""
+        return json_response({"server_load": self._engine.num_requests})
+
+    async def metrics(self) -> Response:
+        """Prometheus's text format."""
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     def _model(self, name: str) -> Json:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "vllm-mini",
                 "root": self._names[0], "parent": None, "max_model_len": self._engine.engine.max_model_len,
                 "permission": []}
 
-    def _served_name(self, name: str) -> str:
+    def served_name(self, name: str) -> str:
         """The name that answers will carry. Raises APIError for a model that is not served."""
         if name in self._names:
             return name
@@ -114,6 +143,13 @@ class _Service:
             return self._names[0]
         raise APIError(404, f"the model {name[:100]!r} does not exist; served: {', '.join(self._names)}", param="model",
                        code="model_not_found")
+
+    def _check_width(self, num_choices: int) -> None:
+        """RequestError for more choices than could ever wait together."""
+        limit = self._engine.max_waiting
+        if limit is not None and num_choices > limit:
+            raise RequestError(f"the request asks for {num_choices} choices (prompts times n), at most {limit} may wait",
+                               param="n")
 
     def _log_ignored(self, body: BaseModel) -> None:
         """Each field that is not understood is mentioned once: it may be a typing error."""
@@ -125,25 +161,24 @@ class _Service:
     # ---- on a thread of its own: templates and long texts take their time ----
 
     def _prepare_chat(self, body: ChatRequest) -> Answer:
-        name = self._served_name(body.model)
+        name = self.served_name(body.model)
         engine = self._engine.engine
         body.check()
         params = body.sampling_params(engine.default_params)
-        if engine.tokenizer is None:
-            raise RequestError("this model has no tokenizer, so it cannot chat", param="messages")
-        token_ids = engine.tokenizer.encode_chat(body.messages, **body.template_options())
-        with _named({"prompt": "messages", "max_tokens": body.limit_field}):
-            prompt = self._check_prompt(token_ids, body)
+        text = render_chat(engine, body.messages, body.template_options())
+        with named({"prompt": "messages", "max_tokens": body.limit_field}):
+            prompt = self._check_prompt(text, body, add_special_tokens=False)
         return ChatAnswer(body, [prompt], params, engine.tokenizer, model=name)
 
     def _prepare_completion(self, body: CompletionRequest) -> Answer:
-        name = self._served_name(body.model)
+        name = self.served_name(body.model)
         engine = self._engine.engine
         body.check()
         params = body.sampling_params(engine.default_params)
+        self._check_width(len(body.prompts()) * params.n)
         prompts = []
         for param, prompt in body.prompts():
-            with _named({"prompt": param}):
+            with named({"prompt": param}):
                 add_special_tokens = body.add_special_tokens is not False
                 prompts.append(self._check_prompt(prompt, body, add_special_tokens=add_special_tokens))
         return CompletionAnswer(body, prompts, params, engine.tokenizer, model=name)
@@ -153,6 +188,8 @@ class _Service:
     ) -> Prompt:
         """Its ids, if they and all the tokens that the request itself asks for will fit."""
         engine = self._engine.engine
+        if isinstance(prompt, list) and body.truncate_prompt_tokens is None:
+            engine.scheduler.check_fits(len(prompt), body.asked_tokens or 1)  # before each of a million ids is looked at
         token_ids = engine.encode(prompt, add_special_tokens=add_special_tokens)
         if body.truncate_prompt_tokens is not None:
             token_ids = token_ids[-body.truncate_prompt_tokens :]
@@ -170,41 +207,31 @@ class _Service:
             return Response(status_code=CLIENT_CLOSED)
 
     async def _respond(self, prepare: Callable[[Any], Answer], body: Any) -> Response:
+        self._engine.check_room()
         self._log_ignored(body)
-        answer = await asyncio.to_thread(prepare, body)
-        source = await self._submit(answer)
+        source = self._engine.open_stream()
+        if self._request_timeout is not None:
+            source.limit_time(self._request_timeout, _timeout_error(self._request_timeout))
         try:
+            answer = await asyncio.to_thread(prepare, body)
+            prompts = {answer.request_id(index): prompt.token_ids for index, prompt in enumerate(answer.prompts)}
+            await self._engine.add_all(prompts, answer.params, stream=source)
             first = await anext(source)
             if body.stream:
                 return _EventStream(_events(answer, first, source), source)
             answer.add(first)
             async for output in source:
                 answer.add(output)
-            return json_response(answer.body())
         except BaseException:
             source.close()
             raise
-
-    async def _submit(self, answer: Answer) -> OutputStream:
-        """All its prompts at once, on one stream; a refused one takes the others with it."""
-        source = self._engine.open_stream()
-        await asyncio.gather(*(
-            self._engine.add(answer.request_id(index), prompt.token_ids, answer.params, stream=source)
-            for index, prompt in enumerate(answer.prompts)))
-        return source
+        source.close()
+        return json_response(answer.body())
 
 
-@contextlib.contextmanager
-def _named(names: dict[str, str]) -> Iterator[None]:
-    """Inside, the engine's names for what is wrong become those that the request used."""
-    try:
-        yield
-    except RequestError as error:
-        name = names.get(error.param or "", error.param)
-        message = str(error)
-        if name != error.param and error.code is None:
-            message = f"{name}: {message.removeprefix(f'{error.param}: ')}"
-        raise RequestError(message, param=name, code=error.code) from error
+def _timeout_error(seconds: float) -> APIError:
+    return APIError(504, f"the request was given up after {seconds:g} seconds, all that this server gives to one",
+                    type="timeout_error", code="request_timeout", headers={"x-should-retry": "false"})
 
 
 async def _events(answer: Answer, first: TokenOutput, source: OutputStream) -> AsyncIterator[bytes]:
@@ -217,22 +244,24 @@ async def _events(answer: Answer, first: TokenOutput, source: OutputStream) -> A
         for chunk in answer.closing():
             yield event(chunk)
     except Exception as error:  # the status is long sent, so the stream itself has to say it
-        if not isinstance(error, (EngineError, EngineStopped)):
+        if not isinstance(error, (APIError, EngineError, EngineStopped)):
             logger.exception("stream %s failed", answer.id)
         yield event(as_api_error(error).content)
     yield b"data: [DONE]\n\n"
 
 
 def build_app(
-    engine: AsyncLLMEngine, *, served_model_names: Sequence[str], api_key: str | None = None,
-    model_path: str | None = None,
+    engine: AsyncLLMEngine, *, served_model_names: Sequence[str], api_key: str | Sequence[str] | None = None,
+    model_path: str | None = None, request_timeout: float | None = None, allowed_origins: Sequence[str] | None = None,
 ) -> FastAPI:
     """The application around one engine, which it starts and stops.
 
     Answers carry the served name that the request used; `model_path` is accepted as a name too, but never shown. With
-    an api_key every path but /health and /version needs it.
+    an api_key (or several) every path but http_edge.OPEN_PATHS needs one. A request is given up after request_timeout
+    seconds. Scripts of the allowed origins ("*": of all) may use it in a browser; None allows those of this machine.
     """
-    service = _Service(engine, served_model_names, model_path)
+    service = _Service(engine, served_model_names, model_path, request_timeout)
+    texts = TextEndpoints(engine.engine, service.served_name)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -242,27 +271,55 @@ def build_app(
 
     app = FastAPI(title="mini-vLLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
                   redirect_slashes=False)
-    app.add_middleware(Edge, api_key=api_key)
-    for kind in (APIError, RequestError, EngineError, EngineStopped, RequestValidationError, StarletteHTTPException,
-                 RecursionError):
+    app.add_middleware(Edge, api_keys=[api_key] if isinstance(api_key, str) else list(api_key or ()))
+    app.add_middleware(  # outside the edge: browsers ask without the key what they may do, and read a 401 too
+        CORSMiddleware, allow_origins=list(allowed_origins or ()),
+        allow_origin_regex=LOCAL_ORIGINS if allowed_origins is None else None, allow_methods=["*"], allow_headers=["*"],
+        expose_headers=EXPOSED_HEADERS)
+    for kind in (APIError, RequestError, EngineBusy, EngineError, EngineStopped, RequestValidationError,
+                 StarletteHTTPException, RecursionError):
         app.add_exception_handler(kind, error_response)
     routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", service.chat_completions),
+        ("POST", "/v1/chat/completions/render", texts.render),
         ("POST", "/v1/completions", service.completions),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{model:path}", service.model),
+        ("POST", "/tokenize", texts.tokenize),
+        ("POST", "/detokenize", texts.detokenize),
+        ("GET", "/tokenizer_info", texts.tokenizer_info),
         ("GET", "/health", service.health),
+        ("GET", "/ping", service.health),
         ("GET", "/version", service.version),
+        ("GET", "/load", service.load),
+        ("GET", "/metrics", service.metrics),
     ]
     for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, name=f"{method} {path}")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(_docs_page(app.openapi()))
+
     return app
+
+
+def _docs_page(openapi: Json) -> str:
+    """The list of endpoints, with nothing from elsewhere."""
+    rows = "".join(f"<tr><td>{method.upper()}<td><code>{html.escape(path)}</code><td>"
+                   f"{html.escape(operation.get('description', ''))}"
+                   for path, methods in openapi["paths"].items() for method, operation in methods.items())
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{openapi["info"]["title"]}</title>'
+            "<style>body{font:16px sans-serif;margin:2em}td{padding:.2em 1em .2em 0}</style>"
+            f"<h1>{openapi['info']['title']} {openapi['info']['version']}</h1><table>{rows}</table>"
+            '<p>Their fields: <a href="openapi.json">openapi.json</a></html>')
 
 
 def server_config(app: FastAPI, log_level: str) -> uvicorn.Config:
     """How uvicorn is to serve the application. Headers may arrive in parts, so h11 must wait for more than Edge allows."""
-    return uvicorn.Config(app, http="h11", h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES, log_config=None,
-                          log_level=log_level, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=FLUSH_TIMEOUT)
+    return uvicorn.Config(app, http=Connection, ws="none", h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
+                          log_config=None, log_level=log_level, timeout_keep_alive=KEEP_ALIVE,
+                          timeout_graceful_shutdown=FLUSH_TIMEOUT)
 
 
 class _Server(uvicorn.Server):
@@ -282,16 +339,14 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _handling_signals(on_first: Callable[[], Any]) -> Iterator[None]:
-    """Inside, the first SIGINT or SIGTERM calls `on_first`, and the second ends the process there and then."""
-    num_signals = 0
+def _handling_signals(*actions: Callable[[], Any]) -> Iterator[None]:
+    """Inside, each SIGINT or SIGTERM calls the next of the actions; one more ends the process there and then."""
+    remaining = list(actions)
 
     def handle(*_: Any) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
+        if not remaining:
             os._exit(1)
-        on_first()
+        remaining.pop(0)()
 
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -301,21 +356,34 @@ def _handling_signals(on_first: Callable[[], Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _exit_soon() -> None:
+    """End the process even if something hangs, once readers had the time to take their errors."""
+    timer = threading.Timer(2 * FLUSH_TIMEOUT, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
 async def run_server(
     llm_engine: LLMEngine, listener: socket.socket, *, drain_timeout: float, log_level: str = "info",
-    on_ready: Callable[[], None] = lambda: None, **app_settings: Any,
+    max_waiting: int | None = None, on_ready: Callable[[], None] = lambda: None, **app_settings: Any,
 ) -> int:
     """Serve until SIGTERM, SIGINT or the end of the engine; returns the exit code. Other settings are build_app's.
 
-    At the first signal new requests are refused with 503 and running ones get drain_timeout seconds to finish; the
-    second one ends the process at once. For the main thread only.
+    At the first signal new requests are refused with 503 and running ones get drain_timeout seconds to finish; at the
+    second one they end at once, with an error, and the exit code is 1. For the main thread only.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or every event may wait 40 ms for an ACK
     loop = asyncio.get_running_loop()
-    stop_asked, is_dead = asyncio.Event(), asyncio.Event()
-    engine = AsyncLLMEngine(llm_engine, on_dead=is_dead.set)
+    stop_asked, hurry_asked, is_dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    engine = AsyncLLMEngine(llm_engine, on_dead=is_dead.set, max_waiting=max_waiting)
     server = _Server(server_config(build_app(engine, **app_settings), log_level), on_ready)
-    with _handling_signals(lambda: loop.call_soon_threadsafe(stop_asked.set)):
+
+    def hurry() -> None:
+        hurry_asked.set()
+        _exit_soon()
+        loop.call_soon_threadsafe(engine.cut_short)
+
+    with _handling_signals(lambda: loop.call_soon_threadsafe(stop_asked.set), hurry):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         reasons = [asyncio.ensure_future(event.wait()) for event in (stop_asked, is_dead)]
         await asyncio.wait({serving, *reasons}, return_when=asyncio.FIRST_COMPLETED)
@@ -326,4 +394,4 @@ async def run_server(
         await serving
         for reason in reasons:
             reason.cancel()
-    return 1 if is_dead.is_set() else 0
+    return 1 if is_dead.is_set() or hurry_asked.is_set() else 0

@@ -14,15 +14,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from vllm_mini.engine import LLMEngine, StepError, TokenOutput
 from vllm_mini.sequence import RequestError, SamplingParams
 
-__all__ = ["AsyncLLMEngine", "EngineError", "EngineStopped", "OutputStream"]
+__all__ = ["AsyncLLMEngine", "EngineBusy", "EngineError", "EngineStopped", "OutputStream", "RequestWatcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,20 @@ class EngineStopped(RuntimeError):
     """A request was refused or given up though nothing failed: the engine is shutting down, or somebody aborted it."""
 
 
+class EngineBusy(RuntimeError):
+    """A request was refused because too many wait already; the same one may be accepted in a while."""
+
+
+class RequestWatcher(Protocol):
+    """Whoever wants to know how requests come and go; called on the event loop."""
+
+    def arrived(self, request_id: str, num_choices: int) -> None: ...
+
+    def rejected(self) -> None: ...  # with EngineBusy; such a request never arrives
+
+    def left(self, request_id: str, cause: str) -> None: ...  # "finished", "refused", "abort" or "error"
+
+
 class OutputStream:
     """What the engine says about a request (or several, added to one stream), as it comes. Lives on the event loop.
 
@@ -45,11 +59,13 @@ class OutputStream:
     EngineStopped where the answer breaks off. Closing it, or cancelling whoever reads it, aborts what is unfinished.
     """
 
-    def __init__(self, abort: Callable[[str], None]) -> None:
+    def __init__(self, abort: Callable[[str, Exception | None], None]) -> None:
         self._abort = abort
         self._num_open: dict[str, int] = {}  # request_id -> choices not yet finished
         self._pending: dict[tuple[str, int], TokenOutput] = {}
+        self._has_begun = False
         self._error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
     def __aiter__(self) -> OutputStream:
@@ -71,11 +87,27 @@ class OutputStream:
 
     def close(self) -> None:
         """Let go of whatever is unfinished and unread; does nothing to a stream that was read to its end."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._pending.clear()
         self.end(None)
 
+    def limit_time(self, seconds: float, error: Exception) -> None:
+        """Break off with `error` what is unfinished in so many seconds, requests not yet added included."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire, error)
+
+    def _expire(self, error: Exception) -> None:
+        if self._num_open or not self._has_begun:
+            self.end(error)
+
     def expect(self, request_id: str, num_choices: int) -> None:
-        """For AsyncLLMEngine: the stream is not at its end before all these choices have finished."""
+        """For AsyncLLMEngine: the stream is not at its end before all these choices have finished.
+
+        Raises what the stream was ended with.
+        """
+        if self._error is not None:
+            raise self._error
+        self._has_begun = True
         self._num_open[request_id] = num_choices
 
     def push(self, output: TokenOutput) -> bool:
@@ -94,7 +126,7 @@ class OutputStream:
         """For AsyncLLMEngine: break off here, with an error or in silence, and abort what is unfinished."""
         self._error = error
         for request_id in list(self._num_open):
-            self._abort(request_id)
+            self._abort(request_id, error)
         self._num_open.clear()
         self._changed.set()
 
@@ -105,14 +137,28 @@ def _merge(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
                    prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs)
 
 
+class _Asking(NamedTuple):
+    """A request that waits for the engine's verdict."""
+
+    num_choices: int
+    verdict: asyncio.Future[Exception | None]
+
+
 class AsyncLLMEngine:
-    """Serves the requests of one event loop. `on_dead` is called there once the engine cannot go on."""
+    """Serves the requests of one event loop. `on_dead` is called there once the engine cannot go on.
+
+    With `max_waiting`, what would make more choices wait than that is refused with EngineBusy.
+    """
 
     MAX_FAILURES = 3  # failed steps in a row that it takes for a broken device
     JOIN_TIMEOUT = 5.0  # seconds that shutdown() gives the last step
 
-    def __init__(self, engine: LLMEngine, *, on_dead: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, engine: LLMEngine, *, on_dead: Callable[[], None] | None = None, max_waiting: int | None = None,
+    ) -> None:
         self.engine = engine  # what never changes (tokenizer, limits, defaults) may be read from any thread
+        self.max_waiting = max_waiting
+        self.watchers: list[RequestWatcher] = []
         self._on_dead = on_dead
         self.between_steps: list[Callable[[], None]] = []  # called on the thread before each step; set before start()
         self.on_stop: list[Callable[[], None]] = []  # called on the event loop once no step will follow
@@ -131,7 +177,7 @@ class AsyncLLMEngine:
         # the event loop's
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._asking: dict[str, asyncio.Future[Exception | None]] = {}  # requests that wait for their verdict
+        self._asking: dict[str, _Asking] = {}
         self._looking: set[asyncio.Future[Any]] = set()  # those who wait for what inspect() finds
         self._is_closing = False
         self._drained = asyncio.Event()
@@ -154,6 +200,11 @@ class AsyncLLMEngine:
     def num_waiting(self) -> int:
         return len(self.engine.scheduler.waiting) + len(self.engine.scheduler.swapped)
 
+    @property
+    def num_requests(self) -> int:
+        """Accepted and not yet at their end."""
+        return len(self._streams)
+
     def start(self) -> None:
         """Start the thread. To be called once, on the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
@@ -166,25 +217,44 @@ class AsyncLLMEngine:
     async def add(
         self, request_id: str, token_ids: list[int], params: SamplingParams, *, stream: OutputStream | None = None,
     ) -> OutputStream:
-        """Queue a request; returns the stream of its outputs, once the engine has accepted it (between two steps).
+        """add_all with a single request."""
+        return await self.add_all({request_id: token_ids}, params, stream=stream)
 
-        Given a stream, the request joins it. Raises RequestError when it cannot be served, EngineStopped or EngineError
-        when nothing can; the stream is then closed, with all that is on it.
+    async def add_all(
+        self, prompts: Mapping[str, list[int]], params: SamplingParams, *, stream: OutputStream | None = None,
+    ) -> OutputStream:
+        """Queue requests, by their ids; returns the stream of their outputs, once the engine has accepted them (between
+        two steps).
+
+        Given a stream, the requests join it. Raises RequestError when one cannot be served, EngineBusy when they cannot
+        be now, EngineStopped or EngineError when nothing can; the stream is then closed, with all that is on it.
         """
         stream = stream or self.open_stream()
         try:
-            self._check_accepting(request_id)
-            stream.expect(request_id, params.n)
-            self._streams[request_id] = stream
-            verdict = self._asking[request_id] = asyncio.get_running_loop().create_future()
-            self._post(partial(self._admit, request_id, token_ids, params))
-            error = await verdict
-            if error is not None:
-                raise error
+            self._check_accepting(prompts)
+            self.check_room(len(prompts) * params.n)
+            verdicts = [self._ask(request_id, stream, params.n) for request_id in prompts]
+            self._post(*(partial(self._admit, request_id, token_ids, params) for request_id, token_ids in prompts.items()))
+            for error in await asyncio.gather(*verdicts):
+                if error is not None:
+                    raise error
         except BaseException:  # refused, or the caller was cancelled
             stream.close()
             raise
         return stream
+
+    def check_room(self, num_choices: int = 1) -> None:
+        """EngineBusy where so many more choices may not wait."""
+        if self.max_waiting is None:
+            return
+        waiting = {seq.request_id: 1 + seq.num_forks for seq in tuple(self.engine.scheduler.waiting)}
+        asking = {request_id: asking.num_choices for request_id, asking in self._asking.items()}  # or already waiting
+        num_waiting = sum((waiting | asking).values())
+        if num_waiting + num_choices > self.max_waiting:
+            for watcher in self.watchers:
+                watcher.rejected()
+            raise EngineBusy(f"the server is busy: {num_waiting} of at most {self.max_waiting} requests (choices of n count "
+                             "one each) are waiting; please try again later")
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its stream raises EngineStopped. Callable from any thread, for any id."""
@@ -214,7 +284,10 @@ class AsyncLLMEngine:
         self._post(partial(self._set_pace, 1 / steps_per_second, num_steps))
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Refuse new requests, give the accepted ones so many seconds to finish, abort the rest and stop the thread."""
+        """Refuse new requests, give the accepted ones so many seconds to finish, abort the rest and stop the thread.
+
+        `cut_short` ends those seconds at once.
+        """
         self._is_closing = True
         self.set_pace()
         if self._streams and self.is_healthy:
@@ -227,40 +300,62 @@ class AsyncLLMEngine:
             await asyncio.to_thread(self._thread.join, self.JOIN_TIMEOUT)
         self._say_stopped()
 
+    def cut_short(self) -> None:
+        """Let a shutdown that waits for answers wait no longer."""
+        self._drained.set()
+
     # ---- on the event loop ----
 
-    def _check_accepting(self, request_id: str) -> None:
+    def _check_accepting(self, request_ids: Mapping[str, Any]) -> None:
         if self._is_closing:
             raise EngineStopped("the server is shutting down")
         if not self.is_healthy:
             raise EngineError("the engine has stopped after an error")
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        for request_id in request_ids:
+            if request_id in self._streams:
+                raise RequestError(f"request id {request_id!r} is in use", param="request_id")
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _ask(self, request_id: str, stream: OutputStream, num_choices: int) -> asyncio.Future[Exception | None]:
+        """Enter a request that is about to be posted; the future brings the verdict."""
+        stream.expect(request_id, num_choices)
+        self._streams[request_id] = stream
+        asking = self._asking[request_id] = _Asking(num_choices, asyncio.get_running_loop().create_future())
+        for watcher in self.watchers:
+            watcher.arrived(request_id, num_choices)
+        return asking.verdict
+
+    def _answer(self, request_id: str, error: Exception | None) -> bool:
+        """Tell whoever added a request; False when nobody waits to hear."""
+        asking = self._asking.pop(request_id, None)
+        if asking is None or asking.verdict.done():
+            return False
+        asking.verdict.set_result(error)
+        return True
+
+    def _post(self, *commands: Callable[[], None]) -> None:
         with self._wakeup:
-            self._inbox.append(command)
+            self._inbox.extend(commands)
             self._wakeup.notify()
 
-    def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+    def _forget(self, request_id: str, cause: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            for watcher in self.watchers:
+                watcher.left(request_id, cause)
         if not self._streams and self._is_closing:
             self._drained.set()
 
-    def _close(self, request_id: str) -> None:
+    def _close(self, request_id: str, error: Exception | None) -> None:
         """A stream lets go of a request."""
-        asking = self._asking.pop(request_id, None)
-        if asking is not None and not asking.done():
-            asking.set_result(None)  # whoever added it finds the stream closed
-        self._forget(request_id)
+        self._answer(request_id, None)  # whoever added it finds the stream closed
+        self._forget(request_id, "error" if isinstance(error, EngineError) else "abort")
         self._post(partial(self.engine.abort_request, request_id))
 
     def _receive(self, verdicts: list[Verdict], outputs: list[TokenOutput]) -> None:
         """Hand out what the thread sent; what nobody waits for any more is dropped."""
         for request_id, error in verdicts:
-            asking = self._asking.pop(request_id, None)
-            if asking is not None and not asking.done():
-                asking.set_result(error)
+            if self._answer(request_id, error):
+                if error is not None:
+                    self._forget(request_id, "refused")
             elif error is not None and request_id in self._streams:
                 self._streams[request_id].end(error)
         for output in outputs:
@@ -268,7 +363,7 @@ class AsyncLLMEngine:
             if stream is not None and output.finish_reason == "error":
                 stream.end(EngineError("the engine failed while it computed this answer"))
             elif stream is not None and stream.push(output):
-                self._forget(output.request_id)
+                self._forget(output.request_id, "finished")
 
     def _found(self, future: asyncio.Future[Any], finding: Any, error: Exception | None) -> None:
         if future.done():  # whoever asked was cancelled

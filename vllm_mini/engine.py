@@ -23,6 +23,8 @@ __all__ = ["LLMEngine", "StepError", "StepSnapshot", "TokenOutput"]
 
 logger = logging.getLogger(__name__)
 
+MAX_CHARACTERS_PER_TOKEN = 64  # of a prompt, for each token of the context: text beyond that is not even tokenized
+
 # generation_config.json's names for what a request may leave open, and ours
 GENERATION_DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                        "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
@@ -142,6 +144,7 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer, so prompts must be lists of token ids", param="prompt")
+            self._check_length(prompt)
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         else:
             token_ids = list(prompt)
@@ -279,6 +282,15 @@ class LLMEngine:
                                            seq.num_cached_tokens, seq.num_output_tokens))
         self.scheduler.block_manager.forget_prefixes()
         return outputs
+
+    def _check_length(self, text: str) -> None:
+        """RequestError for a text that is out of all proportion to the context."""
+        max_model_len = self.scheduler.config.max_model_len
+        if len(text) > MAX_CHARACTERS_PER_TOKEN * max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {len(text)} "
+                f"characters, more than {MAX_CHARACTERS_PER_TOKEN} for each of them; please shorten it",
+                param="prompt", code="context_length_exceeded")
 
     def _check_token_id(self, name: str, token_id: Any) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:

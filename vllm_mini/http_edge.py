@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request, Response
@@ -18,18 +18,23 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_mini.async_engine import EngineError, EngineStopped
+from vllm_mini.async_engine import EngineBusy, EngineError, EngineStopped
 from vllm_mini.sequence import RequestError
 
 __all__ = ["MAX_HEADER_BYTES", "APIError", "ClientDisconnected", "Edge", "as_api_error", "error_response", "event",
-           "json_response", "until_disconnect"]
+           "json_bytes", "json_response", "until_disconnect"]
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_HELD_BYTES = 32 * MAX_BODY_BYTES  # of the bodies of all requests in progress
+BODY_TIMEOUT = 30.0  # seconds without a byte of a body that is still to come
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_HEADERS = 100
-OPEN_PATHS = ("/health", "/version")  # need no key
+OPEN_PATHS = ("/health", "/ping", "/version", "/load", "/metrics")  # need no key: they say nothing of what is asked
+PAGE_PATHS = re.compile(r"/(web/[^/]+)?")  # the live page, which has to be there to ask for the key
+RETRY_AFTER = {"retry-after": "1"}  # seconds
+HANG_UP = {"connection": "close"}  # with an answer to a body that was not read to its end
 JSON_TYPE = "application/json"
 MAX_MESSAGE = 1000  # characters; a number from the request may have thousands of digits
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # some clients would split an event at these
@@ -44,18 +49,18 @@ Json = dict[str, Any]
 Result = TypeVar("Result")
 
 
-class APIError(Exception):
-    """An error as OpenAI's clients expect it."""
+class APIError(HTTPException):
+    """An error as OpenAI's clients expect it. FastAPI lets an HTTPException pass wherever it is raised."""
 
     def __init__(
         self, status: int, message: str, *, type: str = "invalid_request_error", param: str | None = None,
         code: str | None = None, headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
         message = message[:MAX_MESSAGE]
+        super().__init__(status, message)
+        self.headers: dict[str, str] = headers or {}
         self.status = status
         self.content = {"error": {"message": message, "type": type, "param": param, "code": code}}
-        self.headers = headers or {}
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -64,6 +69,8 @@ def as_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, RequestError):
         return APIError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, EngineBusy):
+        return APIError(429, str(error), type="rate_limit_error", code="rate_limit_exceeded", headers=RETRY_AFTER)
     if isinstance(error, EngineStopped):
         return APIError(503, str(error), type="service_unavailable", headers={"retry-after": "5"})
     if isinstance(error, RequestValidationError):
@@ -96,19 +103,28 @@ def dump(content: Json) -> str:
 
 
 def json_response(content: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dump(content).encode(errors="replace"), status, headers, JSON_TYPE)
+    return Response(json_bytes(content), status, headers, JSON_TYPE)
+
+
+def json_bytes(content: Json) -> bytes:
+    return dump(content).encode(errors="replace")
 
 
 def event(content: Json) -> bytes:
-    return f"data: {dump(content)}\n\n".encode(errors="replace")
+    return b"data: " + json_bytes(content) + b"\n\n"
 
 
 async def error_response(request: Request, error: Exception) -> Response:
     failure = as_api_error(error)
-    if failure.status == 404 and isinstance(error, StarletteHTTPException):
-        failure = APIError(404, f"there is no {request.url.path[:100]!r} here{_right_path(request.url.path)}")
-    elif failure.status == 405:
-        failure = APIError(405, f"{request.url.path[:100]} does not answer {request.method}", headers=failure.headers)
+    if isinstance(error, StarletteHTTPException) and not isinstance(error, APIError):  # the router's
+        path = request.url.path[:100]
+        if failure.status == 404:
+            failure = APIError(404, f"there is no {path!r} here{_right_path(path)}")
+        elif failure.status == 405:
+            allowed = ", ".join([failure.headers.get("allow", ""), "OPTIONS"]).lstrip(", ")
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers={"allow": allowed})
+            failure = APIError(405, f"{path} does not answer {request.method}", headers={"allow": allowed})
     return json_response(failure.content, failure.status, failure.headers)
 
 
@@ -144,11 +160,12 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class Edge:
-    """What holds for every path: request ids, the key, tidy paths, bounded bodies, all errors in OpenAI's shape."""
+    """What holds for every path: request ids, keys, tidy paths, HEAD, bounded bodies, all errors in OpenAI's shape."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._key_digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+        self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -164,10 +181,12 @@ class Edge:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        body = _Body(receive, self)
         try:
-            scope = {**scope, "path": re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"}
+            scope = {**scope, "path": re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/",
+                     "method": "GET" if scope["method"] == "HEAD" else scope["method"]}  # uvicorn sends no body to HEAD
             self._check(scope)
-            await self._app(_as_json(scope), _bounded(receive), send_with_id)
+            await self._app(_as_json(scope), body.receive, send_with_id)
         except Exception as error:  # the last chance to answer
             if not isinstance(error, APIError):
                 logger.exception("request %s failed", request_id)
@@ -175,27 +194,65 @@ class Edge:
                 failure = as_api_error(error)
                 response = json_response(failure.content, failure.status, failure.headers)
                 await response(scope, receive, send_with_id)
+        finally:
+            self.hold(-body.num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count what the bodies of all requests take. Raises APIError when it is too much."""
+        self._num_held_bytes += num_bytes
+        if num_bytes > 0 and self._num_held_bytes > MAX_HELD_BYTES:
+            raise APIError(429, f"the bodies of all requests in progress are larger than {MAX_HELD_BYTES} bytes",
+                           type="rate_limit_error", code="rate_limit_exceeded", headers=RETRY_AFTER | HANG_UP)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise APIError(431, f"the headers are more than {MAX_HEADERS} or larger than {MAX_HEADER_BYTES} bytes")
-        if self._key_digest is not None and scope["path"] not in OPEN_PATHS and not self._has_key(scope["headers"]):
+        if self._key_digests and not _is_open(scope["path"]) and not self._has_key(scope["headers"]):
             raise APIError(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
                            type="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise APIError(415, "a Content-Encoding is not supported: send the body as it is")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > MAX_BODY_BYTES:
-            raise APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            raise APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", headers=HANG_UP)
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Whether the one Authorization header holds the key; how long that takes says nothing about the key."""
-        assert self._key_digest is not None
+        """Whether the one Authorization header holds a key; how long that takes says nothing about the keys."""
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        is_right = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._key_digest)
-        return is_right and scheme.lower() == b"bearer"
+        digest = hashlib.sha256(key.strip()).digest()
+        num_matches = sum(hmac.compare_digest(digest, known) for known in self._key_digests)
+        return num_matches > 0 and scheme.lower() == b"bearer"
+
+
+class _Body:
+    """A request's body on its way in: bounded in size, and in the time that it may stand still."""
+
+    def __init__(self, receive: Receive, edge: Edge) -> None:
+        self.num_bytes = 0
+        self._receive = receive
+        self._edge = edge
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        if self._is_complete:  # what comes is the client's leaving
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise APIError(408, f"nothing of the body came for {BODY_TIMEOUT:g} seconds", headers=HANG_UP) from None
+        self._is_complete = not message.get("more_body", False)
+        num_bytes = len(message.get("body", b""))
+        self.num_bytes += num_bytes
+        self._edge.hold(num_bytes)
+        if self.num_bytes > MAX_BODY_BYTES:
+            raise APIError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", headers=HANG_UP)
+        return message
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or PAGE_PATHS.fullmatch(path) is not None
 
 
 def _request_id(headers: Headers) -> str:
@@ -207,19 +264,3 @@ def _as_json(scope: Scope) -> Scope:
     """A body is JSON whatever its Content-Type says: many clients say nothing, or text/plain."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     return {**scope, "headers": [*headers, (b"content-type", JSON_TYPE.encode())]}
-
-
-def _bounded(receive: Receive) -> Receive:
-    num_bytes = 0
-
-    async def receive_bounded() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        return message
-
-    return receive_bounded
-
-

@@ -82,7 +82,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError("the text holds half of a surrogate pair, which is not Unicode", param=param) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: it lets go of the interpreter's lock meanwhile, so a long text holds up no other thread.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all these ids. Ids without a token (padding of the vocabulary) have none."""
@@ -106,6 +107,11 @@ class Tokenizer:
     def special_token_id(self, text: str) -> int | None:
         """The id if `text` is exactly the text of one special token."""
         return self._special_ids.get(text)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens that the model's files name, such as "eos_token"."""
+        return dict(self._special_tokens)
 
     @property
     def chat_template(self) -> str | None:
