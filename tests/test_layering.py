@@ -1,7 +1,7 @@
 """Who may import whom: every import of the package against one table, and what only the edges may do.
 
-    4  edges          answers, api_server, cli, demo, fetch, http_connection, http_edge, live, llm, metrics, protocol,
-                      text_endpoints, __init__, __main__
+    4  edges          answers, api_server, cli, demo, fetch, http_connection, http_edge, live, live_server,
+                      llm, metrics, protocol, replay, text_endpoints, top, trace, __init__, __main__
     3  engine         async_engine, chat_template, detokenizer, engine, tokenizer, tokenizer_files
     2  execution      model_runner, worker
     1  control plane  block_manager, scheduler     |     data plane  gguf_file, llama, loader, paged_attention, sampler
@@ -27,7 +27,7 @@ VOCABULARY = {"config", "sequence"}
 CONTROL_PLANE = {"block_manager", "scheduler"}
 DATA_PLANE = {"gguf_file", "llama", "loader", "paged_attention", "sampler"}
 EDGES = {"__init__", "__main__", "answers", "api_server", "cli", "demo", "fetch", "http_connection", "http_edge", "live",
-         "llm", "metrics", "protocol", "text_endpoints"}
+         "live_server", "llm", "metrics", "protocol", "replay", "text_endpoints", "top", "trace"}
 
 # module -> the modules of this package that it may import. From lower layers, or by name from its own.
 ALLOWED = {
@@ -62,12 +62,17 @@ ALLOWED = {
     "http_edge": {"async_engine", "sequence"},
     "http_connection": {"http_edge"},
     "text_endpoints": {"engine", "http_edge", "protocol", "sequence", "tokenizer"},
-    "api_server": {"__init__", "answers", "async_engine", "engine", "http_connection", "http_edge", "live", "metrics",
+    "api_server": {"__init__", "answers", "async_engine", "engine", "http_connection", "http_edge", "live_server", "metrics",
                    "protocol", "sequence", "text_endpoints"},
-    "live": {"block_manager", "config", "engine", "scheduler", "sequence"},
+    "live": {"block_manager", "engine", "scheduler", "sequence", "trace"},
+    "trace": {"config"},
+    "live_server": {"async_engine", "config", "engine", "http_edge", "live", "trace"},
+    "replay": {"http_edge", "live_server", "trace"},
+    "top": {"config", "trace"},
     "fetch": {"config"},
     "demo": {"block_manager", "config", "engine", "fetch", "loader", "live", "llm", "scheduler", "sequence", "tokenizer"},
-    "cli": {"__init__", "api_server", "async_engine", "config", "demo", "engine", "fetch", "llm", "sequence", "tokenizer"},
+    "cli": {"__init__", "api_server", "async_engine", "config", "demo", "engine", "fetch", "live_server", "llm",
+            "replay", "sequence", "tokenizer", "top", "trace"},
     "__main__": {"cli"},
     "__init__": {"config", "llm", "sequence"},
 }

@@ -42,6 +42,7 @@ from vllm_mini.http_edge import (
     json_response,
     until_disconnect,
 )
+from vllm_mini.live_server import LivePage, LiveSettings
 from vllm_mini.metrics import CONTENT_TYPE, Metrics
 from vllm_mini.protocol import ChatRequest, CompletionRequest
 from vllm_mini.sequence import RequestError
@@ -253,6 +254,7 @@ async def _events(answer: Answer, first: TokenOutput, source: OutputStream) -> A
 def build_app(
     engine: AsyncLLMEngine, *, served_model_names: Sequence[str], api_key: str | Sequence[str] | None = None,
     model_path: str | None = None, request_timeout: float | None = None, allowed_origins: Sequence[str] | None = None,
+    live: LiveSettings | None = None,
 ) -> FastAPI:
     """The application around one engine, which it starts and stops.
 
@@ -263,10 +265,14 @@ def build_app(
     service = _Service(engine, served_model_names, model_path, request_timeout)
     texts = TextEndpoints(engine.engine, service.served_name)
 
+    page = None if live is None else LivePage(engine, live, served_model_names[0], _sandbox_app)
+
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
+        if page is not None:
+            await page.close()
         await engine.shutdown()
 
     app = FastAPI(title="mini-vLLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
@@ -296,12 +302,19 @@ def build_app(
     ]
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None, name=f"{method} {path}")
+    if page is not None:
+        page.add_to(app)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(_docs_page(app.openapi()))
 
     return app
+
+
+def _sandbox_app(engine: AsyncLLMEngine) -> FastAPI:
+    """The application of the live page's sandbox."""
+    return build_app(engine, served_model_names=["sandbox"], live=LiveSettings(sandbox=False, is_local=False))
 
 
 def _docs_page(openapi: Json) -> str:

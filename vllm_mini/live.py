@@ -18,15 +18,14 @@ from vllm_mini.block_manager import BlockEvent
 from vllm_mini.engine import LLMEngine, StepSnapshot
 from vllm_mini.scheduler import Refusal, SchedulerOutput
 from vllm_mini.sequence import Sequence
+from vllm_mini.trace import RECORD_VERSION, Record
 
-__all__ = ["RECORD_VERSION", "LiveRecorder", "Record"]
+__all__ = ["LiveRecorder"]
 
 logger = logging.getLogger(__name__)
 
-RECORD_VERSION = 1
 HASH_BYTES = 4  # of a block's hash: enough to tell blocks apart by eye
 
-Record = dict[str, Any]
 Sink = Callable[[Record], None]
 
 
@@ -59,8 +58,10 @@ class LiveRecorder:
     def open(self, sink: Sink) -> Record:
         """Hand all records from now on to `sink`; returns the snapshot that they build on."""
         if not self._sinks:
+            self._next_id += 1  # a gap, for those who hold older records: something may have happened unseen
             self._reset()
-        self._sinks.append(sink)
+        if sink not in self._sinks:
+            self._sinks.append(sink)
         return self.snapshot()
 
     def close(self, sink: Sink) -> None:
