@@ -87,11 +87,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve_in_thread(engine: LLMEngine | None = None, *, app_settings: dict[str, Any] | None = None, **config: Any
-                    ) -> Iterator[Server]:
+def serve_in_thread(
+    engine: LLMEngine | None = None, *, app_settings: dict[str, Any] | None = None, max_waiting: int | None = None,
+    **config: Any,
+) -> Iterator[Server]:
     """A server on a free port around an engine, or around a new one of these settings (model "dummy" unless named)."""
     engine = engine or LLMEngine.from_config(EngineConfig(**{**SETTINGS, **config}))
-    app = build_app(AsyncLLMEngine(engine), **{"served_model_names": ["dummy"], **(app_settings or {})})
+    app = build_app(AsyncLLMEngine(engine, max_waiting=max_waiting),
+                    **{"served_model_names": ["dummy"], **(app_settings or {})})
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle's delays on
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(server_config(app, "warning"))
