@@ -146,8 +146,8 @@ def test_ME_06_the_number_of_series_never_grows(server: Server) -> None:
     for number in range(50):
         assert server.chat(model=f"nope{number}").status_code == 404
         headers = {"x-request-id": f"id-{number}"}
-        assert server.post("/v1/completions", {"model": "dummy", "prompt": f"{number}", "max_tokens": 1, "user": f"{number}"},
-                           headers=headers).status_code == 200
+        body = {"model": "dummy", "prompt": f"{number}", "max_tokens": 1, "user": f"{number}"}
+        assert server.post("/v1/completions", body, headers=headers).status_code == 200
     assert series() == at_start
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import errno
 import importlib
+import ipaddress
 import itertools
 import json
 import logging
@@ -149,19 +150,46 @@ def _build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
     _add_server_options(serve.add_argument_group("server"))
     _add_access_options(serve.add_argument_group("access"))
     _add_limit_options(serve.add_argument_group("limits"))
+    _add_live_options(serve.add_argument_group("live view"))
     _add_engine_options(serve.add_argument_group("engine"))
     for command in (generate, chat):
         _add_sampling_options(command.add_argument_group("sampling"))
     for command in (serve, generate, chat):
         _add_model_options(command.add_argument_group("model"))
+    _add_live_commands(add)
     add(_fetch, "fetch", "", "download the default model and say where it is")
     subparsers.add_parser("demo", help="watch the scheduler and the block tables at work on a tiny model")
     return parser, dict(subparsers.choices)
 
 
-def _add_server_options(group: argparse._ArgumentGroup) -> None:
+def _add_live_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    replay = add(_replay, "replay", "FILE [options]", "show a trace that 'serve --trace' or the live page has saved")
+    replay.add_argument("trace", metavar="FILE", type=Path, help="the trace")
+    replay.add_argument("--perfetto", metavar="OUT", type=Path,
+                        help="write it for Perfetto (or chrome://tracing) and do not serve it (default: serve it)")
+    _add_address_options(replay)
+    top = add(_top, "top", "[URL] [options]", "watch a running server's blocks and queues in the terminal")
+    top.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="where it serves")
+    top.add_argument("--api-key", type=_not_empty, metavar="KEY", help="its key (default: $VLLM_API_KEY, else none)")
+    top.add_argument("--once", action="store_true", help="draw one picture and leave (default: off)")
+
+
+def _add_address_options(group: argparse._ActionsContainer) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
     group.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 for any free one")
+
+
+def _add_live_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--live", action=argparse.BooleanOptionalAction, default=None,
+                       help="show blocks and queues at / (default: on where only this machine can connect)")
+    group.add_argument("--live-hide-text", action="store_true",
+                       help="keep the text of prompts and answers out of the live view and the trace (default: off)")
+    group.add_argument("--trace", metavar="FILE", type=Path,
+                       help="write every step there, for 'replay' (default: no trace)")
+
+
+def _add_server_options(group: argparse._ArgumentGroup) -> None:
+    _add_address_options(group)
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="one or more names for clients to use "
                        "(default: the model as given; of a path its last part)")
     group.add_argument("--drain-timeout", type=_seconds, default=5.0, metavar="SECONDS",
@@ -331,7 +359,7 @@ def _serve(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr,
                         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     model = _choose_model(args)
-    api_keys, allowed_origins = _api_keys(args), _origins(args.allowed_origins)
+    api_key, allowed_origins = _api_keys(args), _origins(args.allowed_origins)
     _allow_many_connections()
     # Before torch is imported. By default OpenMP's threads spin while they wait for each other, and where there are no more
     # cores than threads, any other work (the HTTP loop, a client) then costs whole time slices: on 2 cores decoding swung
@@ -344,16 +372,23 @@ def _serve(args: argparse.Namespace) -> int:
         import torch
 
         from vllm_mini.api_server import run_server
+        from vllm_mini.live_server import LiveSettings
 
         logger.info("%d CPU threads", torch.get_num_threads())
+        is_local = _is_loopback(listener)
+        live = LiveSettings(page=is_local if args.live is None else args.live, hide_text=args.live_hide_text,
+                            may_set_pace=is_local or api_key is not None, is_local=is_local, trace=args.trace)
+        if live.page and not is_local and api_key is None and not live.hide_text:
+            logger.warning("the live page shows all prompts to whoever can reach this server: --no-live, --live-hide-text "
+                           "or --api-key would prevent it")
         names = args.served_model_name or [DEFAULT_MODEL_NAME if model is None else _served_name(model)]
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
         return asyncio.run(run_server(
             engine, listener, drain_timeout=args.drain_timeout, log_level=args.uvicorn_log_level,
             on_ready=lambda: logger.info("model %s, serving at %s", ", ".join(names), url),
-            served_model_names=names, api_key=api_keys, model_path=path, max_waiting=args.max_waiting,
-            request_timeout=args.request_timeout, allowed_origins=allowed_origins))
+            served_model_names=names, api_key=api_key, model_path=path, live=live,
+            max_waiting=args.max_waiting, request_timeout=args.request_timeout, allowed_origins=allowed_origins))
 
 
 def _api_keys(args: argparse.Namespace) -> list[str] | None:
@@ -393,6 +428,11 @@ def _allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (ImportError, OSError, ValueError) as error:
         logger.warning("the limit on open files, and so on connections, stays as it is: %s", error)
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _served_name(model: str) -> str:
@@ -587,6 +627,34 @@ class _Conversation:
         if answer.finish_reason == "length":
             print("(cut off: the length limit was reached)", file=sys.stderr)
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+# ---- the live view from elsewhere ----
+
+
+def _replay(args: argparse.Namespace) -> int:
+    if args.perfetto is not None:
+        from vllm_mini.trace import read_trace, to_perfetto
+
+        args.perfetto.write_text(json.dumps(to_perfetto(read_trace(args.trace))), encoding="utf-8")
+        return 0
+    with _listen(args.host, args.port) as listener:
+        import uvicorn
+
+        from vllm_mini.replay import build_replay_app
+
+        app = build_replay_app(args.trace, is_local=_is_loopback(listener))
+        host, port = listener.getsockname()[:2]
+        print(f"{args.trace} at http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)", file=sys.stderr)
+        uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)).run(sockets=[listener])
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    from vllm_mini.top import run_top
+
+    run_top(args.url, args.api_key or os.environ.get("VLLM_API_KEY") or None, once=args.once)
+    return 0
 
 
 # ---- the rest ----
