@@ -199,10 +199,27 @@ def test_SS_09_no_character_of_the_text_breaks_an_event(server, char):
 
 
 def test_SS_09_the_first_bytes_arrive_before_the_generation_ends(server):
-    body = body_for(CHAT, stream=True, max_tokens=1000, ignore_eos=True)
-    with server.client.stream("POST", CHAT, json=body) as response:
-        next(response.iter_bytes())
-        assert server.engine.has_unfinished()
+    may_go_on = threading.Event()
+    waits: list[bool] = []  # whether the engine was told to go on, for each of its steps after the tenth
+
+    def hold(_: object) -> None:
+        steps.append(1)
+        if len(steps) > 10:
+            waits.append(may_go_on.wait(20))
+
+    steps: list[int] = []
+    server.engine.observers.append(hold)
+    try:
+        body = body_for(CHAT, stream=True, max_tokens=50, ignore_eos=True)
+        with server.client.stream("POST", CHAT, json=body) as response:
+            assert b'"role":"assistant"' in next(response.iter_bytes())
+            assert server.engine.has_unfinished()
+            may_go_on.set()
+            assert b"[DONE]" in b"".join(response.iter_bytes())
+        assert all(waits)
+    finally:
+        may_go_on.set()
+        server.engine.observers.remove(hold)
     server.wait_drained()
 
 
