@@ -2,7 +2,7 @@
 
     4  edges          answers, api_server, cli, demo, fetch, http_connection, http_edge, live, live_server,
                       llm, metrics, protocol, replay, text_endpoints, top, trace, __init__, __main__
-    3  engine         async_engine, chat_template, detokenizer, engine, tokenizer, tokenizer_files
+    3  engine         async_engine, chat_template, detokenizer, engine, structured, tokenizer, tokenizer_files, tool_calls
     2  execution      model_runner, worker
     1  control plane  block_manager, scheduler     |     data plane  gguf_file, llama, loader, paged_attention, sampler
     0  vocabulary     config, sequence
@@ -51,14 +51,16 @@ ALLOWED = {
     "tokenizer_files": {"config", "gguf_file"},
     "tokenizer": {"chat_template", "config", "sequence", "tokenizer_files"},
     "detokenizer": {"tokenizer"},
-    "engine": {"block_manager", "config", "detokenizer", "loader", "paged_attention", "scheduler", "sequence", "tokenizer",
-               "worker"},
+    "structured": {"sequence", "tokenizer"},
+    "tool_calls": {"sequence", "structured"},
+    "engine": {"block_manager", "config", "detokenizer", "loader", "paged_attention", "scheduler", "sequence", "structured",
+               "tokenizer", "worker"},
     "async_engine": {"config", "engine", "sequence"},
     # edges
     "metrics": {"config", "engine", "scheduler", "sequence"},
     "llm": {"config", "engine", "sequence", "tokenizer"},
-    "protocol": {"sequence"},
-    "answers": {"__init__", "engine", "protocol", "sequence", "tokenizer"},
+    "protocol": {"sequence", "tool_calls"},
+    "answers": {"__init__", "engine", "protocol", "sequence", "tokenizer", "tool_calls"},
     "http_edge": {"async_engine", "sequence"},
     "http_connection": {"http_edge"},
     "text_endpoints": {"engine", "http_edge", "protocol", "sequence", "tokenizer"},

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_mini.config import ConfigError, EngineConfig
-from vllm_mini.sequence import RequestError, SamplingParams
+from vllm_mini.sequence import RequestError, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from vllm_mini.llm import LLM as LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ConfigError", "EngineConfig", "RequestError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "ConfigError", "EngineConfig", "RequestError", "SamplingParams", "StructuredOutputsParams",
+           "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from vllm_mini.engine import TokenOutput
 from vllm_mini.protocol import CompletionRequest, GenerationRequest
 from vllm_mini.sequence import SamplingParams, TokenLogprobs
 from vllm_mini.tokenizer import Tokenizer
+from vllm_mini.tool_calls import ToolCallParser, Tools, join_deltas
 
 __all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "Prompt"]
 
@@ -174,9 +175,7 @@ class Answer:
 
     def chunks(self, output: TokenOutput) -> list[Json]:
         """The chunks of a stream that an output makes; none where it adds nothing to be seen."""
-        deltas = self.add(output)
-        return [self._chunk([self._delta_choice(delta)]) for delta in deltas
-                if not delta.is_empty or (self.request.return_token_ids and delta.token_ids)]
+        return [self._chunk([choice]) for delta in self.add(output) for choice in self._delta_choices(delta)]
 
     def closing(self) -> list[Json]:
         """The chunks that end a stream."""
@@ -206,10 +205,9 @@ class Answer:
 
     def _read_tokens(self, choice: _Choice, output: TokenOutput) -> list[_Token]:
         tokens = []
-        for token_id, logprobs in zip(output.token_ids, output.logprobs):
-            is_last = output.finish_reason is not None and token_id == output.token_ids[-1]
-            is_end = is_last and output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-            is_hidden = (is_end and not self.params.include_stop_str_in_output) or (
+        last = len(output.token_ids) - 1
+        for at, (token_id, logprobs) in enumerate(zip(output.token_ids, output.logprobs)):
+            is_hidden = (output.is_end_hidden and at == last) or (
                 self.params.skip_special_tokens and self._vocabulary.is_special(token_id))
             text = "" if is_hidden else choice.pieces.next(token_id)
             tokens.append(_Token(token_id, text, choice.offset, logprobs))
@@ -223,13 +221,23 @@ class Answer:
     def _full_choice(self, choice: _Choice) -> Json:
         raise NotImplementedError
 
+    def _delta_choices(self, delta: _Delta) -> list[Json]:
+        """The choices of the chunks that a delta makes."""
+        return [self._delta_choice(delta)] if self._is_shown(delta) else []
+
+    def _is_shown(self, delta: _Delta) -> bool:
+        return not delta.is_empty or bool(self.request.return_token_ids and delta.token_ids)
+
     def _delta_choice(self, delta: _Delta) -> Json:
         raise NotImplementedError
+
+    def _finish_reason(self, choice: _Choice) -> str | None:
+        return choice.finish_reason
 
     def _ends(self, delta: _Delta) -> Json:
         """The fields of a chunk's choice that both shapes share."""
         choice = delta.choice
-        ends: Json = {"finish_reason": delta.finish_reason}
+        ends: Json = {"finish_reason": delta.finish_reason and self._finish_reason(choice)}
         if delta.finish_reason is not None:
             ends["stop_reason"] = choice.stop_reason
         if self.request.return_token_ids:
@@ -238,7 +246,7 @@ class Answer:
 
     def _extras(self, choice: _Choice) -> Json:
         """The fields of a whole choice that vLLM added to OpenAI's."""
-        extras: Json = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        extras: Json = {"finish_reason": self._finish_reason(choice), "stop_reason": choice.stop_reason}
         prompt = self.prompts[choice.prompt_index]
         if self.request.return_token_ids:
             extras |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt.token_ids}
@@ -266,18 +274,46 @@ class ChatAnswer(Answer):
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, *args: Any, tools: Tools | None = None, **settings: Any) -> None:
+        """With tools, calls are looked for in the text."""
+        super().__init__(*args, **settings)
+        self._parsers = [] if tools is None else [ToolCallParser(tools) for _ in self._choices]
+
     def opening(self) -> list[Json]:
         return [self._chunk([{"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
                               "finish_reason": None}]) for choice in self._choices]
 
     def _full_choice(self, choice: _Choice) -> Json:
-        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        text = "".join(choice.texts)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if self._parsers:
+            found = join_deltas(self._parsers[choice.index].feed(text, is_last=True))
+            message["content"] = None if "tool_calls" in found else text
+            message |= found
         return {"index": choice.index, "message": message, "logprobs": self._logprobs(choice.tokens),
                 **self._extras(choice)}
+
+    def _delta_choices(self, delta: _Delta) -> list[Json]:
+        """A call begins with a chunk of its own; the tokens and the end of a choice go with the last chunk."""
+        if not self._parsers:
+            return super()._delta_choices(delta)
+        is_last = delta.finish_reason is not None
+        parts = self._parsers[delta.choice.index].feed(delta.text, is_last=is_last)
+        if not parts and self._is_shown(delta._replace(text="")):
+            parts = [{}]
+        choices = [{"index": delta.choice.index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        if choices:
+            choices[-1] = {**self._delta_choice(delta), "delta": parts[-1]}
+        return choices
 
     def _delta_choice(self, delta: _Delta) -> Json:
         return {"index": delta.choice.index, "delta": {"content": delta.text} if delta.text else {},
                 "logprobs": self._logprobs(delta.tokens), **self._ends(delta)}
+
+    def _finish_reason(self, choice: _Choice) -> str | None:
+        """A call is a reason of its own to stop, but none to be cut off."""
+        has_calls = bool(self._parsers) and self._parsers[choice.index].num_calls > 0
+        return "tool_calls" if choice.finish_reason == "stop" and has_calls else choice.finish_reason
 
     def _logprobs(self, tokens: list[_Token]) -> Json | None:
         if self.params.logprobs is None:

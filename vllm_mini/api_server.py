@@ -166,16 +166,22 @@ class _Service:
         engine = self._engine.engine
         body.check()
         params = body.sampling_params(engine.default_params)
+        tools = body.tool_use(engine.tokenizer.chat_template if engine.tokenizer else None)
+        if tools is not None:
+            params = params.clone(structured_outputs=tools.structure(params.structured_outputs))
         text = render_chat(engine, body.messages, body.template_options())
         with named({"prompt": "messages", "max_tokens": body.limit_field}):
             prompt = self._check_prompt(text, body, add_special_tokens=False)
-        return ChatAnswer(body, [prompt], params, engine.tokenizer, model=name)
+        with named({"structured_outputs": body.structure_field if tools is None else "tools"}):
+            params = engine.prepare(params)
+        return ChatAnswer(body, [prompt], params, engine.tokenizer, model=name, tools=tools)
 
     def _prepare_completion(self, body: CompletionRequest) -> Answer:
         name = self.served_name(body.model)
         engine = self._engine.engine
         body.check()
-        params = body.sampling_params(engine.default_params)
+        with named({"structured_outputs": body.structure_field}):
+            params = engine.prepare(body.sampling_params(engine.default_params))
         self._check_width(len(body.prompts()) * params.n)
         prompts = []
         for param, prompt in body.prompts():

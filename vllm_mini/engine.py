@@ -16,6 +16,7 @@ from vllm_mini.loader import load_config, load_generation_config, resolve_model
 from vllm_mini.paged_attention import Block
 from vllm_mini.scheduler import Scheduler, SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import RequestError, SamplingParams, Sequence, TokenLogprobs
+from vllm_mini.structured import GrammarCompiler, GrammarError
 from vllm_mini.tokenizer import Tokenizer
 from vllm_mini.worker import Worker
 
@@ -45,6 +46,7 @@ class TokenOutput:
     num_cached_tokens: int
     num_output_tokens: int  # of this choice so far
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with a choice's first token, where asked for
+    is_end_hidden: bool = False  # its last token only ended it, and has no text
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class LLMEngine:
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self.default_params = default_params or {}  # what the model's generation_config.json sets
         self.observers = [] if on_step is None else [on_step]  # each is shown every step; what they raise ends the step
+        self._grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=self.eos_token_ids)
         self._requests: dict[str, _Request] = {}
         self._next_seq_id = 0
         self._random = random.Random(seed)
@@ -154,15 +157,26 @@ class LLMEngine:
             self._check_token_id("prompt", token_id)
         return token_ids
 
+    def prepare(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with their grammar compiled, which may take a second. Callable from any thread.
+
+        Raises RequestError for a grammar that cannot be used and for tokens that the vocabulary does not have.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in (getattr(params, name) or ()):
+                self._check_token_id(name, token_id)
+        for token_id in params.logit_bias:
+            self._check_token_id(f"logit_bias.{token_id}", token_id)
+        if params.structured_outputs is None or params.constraint is not None:
+            return params
+        return params.clone(constraint=self._grammars.compile(params.structured_outputs))
+
     def add_request(self, request_id: str, prompt: str | SequenceOf[int], params: SamplingParams) -> None:
         """Queue a request. Raises RequestError, and keeps nothing of it, when it cannot be served."""
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
         token_ids = self.encode(prompt)
-        for token_id in (params.stop_token_ids or ()):
-            self._check_token_id("stop_token_ids", token_id)
-        for token_id in params.logit_bias:
-            self._check_token_id(f"logit_bias.{token_id}", token_id)
+        params = self.prepare(params)
         self.scheduler.check_fits(len(token_ids))
         room = self.scheduler.max_num_tokens - len(token_ids)
         stop_strings = self._special_stop_strings(params)
@@ -176,6 +190,8 @@ class LLMEngine:
             stop_ids=frozenset((*(() if params.ignore_eos else self.eos_token_ids), *(params.stop_token_ids or ()),
                                 *stop_strings)),
             num_forks=params.n - 1,
+            constraint=None if params.constraint is None else params.constraint.fork(),
+            bad_words=self._bad_words(params),
         )
         self.scheduler.add(seq)
         self._next_seq_id += params.n
@@ -209,18 +225,13 @@ class LLMEngine:
         return outputs
 
     def _deliver(self, seq: Sequence) -> TokenOutput:
-        """What the newest token of `seq` adds to its text; ends it when that completes a stop string."""
+        """What the newest token of `seq` adds to its text; ends it when that completes a stop string or its grammar."""
         request = self._requests[seq.request_id]
         has_token = seq.finish_reason != "error"
-        text, stopped_by = "", None
-        if self.tokenizer is not None:
-            stream = request.texts.get(seq.index) or self._open_text(seq, request)
-            if has_token:
-                text = stream.push(seq.token_ids[-1], hide=self._is_hidden(seq))
-            stopped_by = stream.stopped_by
-            if seq.is_finished and stopped_by is None:
-                text += stream.flush()
-        if stopped_by is not None:
+        is_end_hidden = self._is_hidden(seq)
+        is_complete = has_token and self._completes_grammar(seq)
+        text, stopped_by = self._read(seq, request, has_token=has_token, hide=is_end_hidden)
+        if stopped_by is not None or is_complete:
             self.scheduler.finish(seq, "stop", stopped_by)
         elif seq.finish_reason == "stop":
             stopped_by = request.stop_strings.get(seq.token_ids[-1])
@@ -233,13 +244,36 @@ class LLMEngine:
             text=text,
             token_ids=(seq.token_ids[-1],) if has_token else (),
             logprobs=(seq.logprobs[-1],) if has_token else (),
-            finish_reason="stop" if stopped_by is not None else seq.finish_reason,
+            finish_reason="stop" if stopped_by is not None or is_complete else seq.finish_reason,
             stop_reason=stopped_by if stopped_by is not None else seq.stop_reason,
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens,
             num_output_tokens=seq.num_output_tokens,
             prompt_logprobs=tuple(seq.prompt_logprobs) if first else (),
+            is_end_hidden=is_end_hidden,
         )
+
+    def _read(self, seq: Sequence, request: _Request, *, has_token: bool, hide: bool) -> tuple[str, str | None]:
+        """The text that became safe to show, and the stop string that the newest token completed."""
+        if self.tokenizer is None:
+            return "", None
+        stream = request.texts.get(seq.index) or self._open_text(seq, request)
+        text = stream.push(seq.token_ids[-1], hide=hide) if has_token else ""
+        is_last = seq.is_finished or (seq.constraint is not None and seq.constraint.is_complete)
+        if is_last and stream.stopped_by is None:
+            text += stream.flush()
+        return text, stream.stopped_by
+
+    def _completes_grammar(self, seq: Sequence) -> bool:
+        """Move its grammar on by its newest token; whether nothing may follow. Ends it where nothing can be found to."""
+        if seq.constraint is None or seq.finish_reason == "stop":
+            return False
+        try:
+            seq.constraint.accept(seq.token_ids[-1])
+        except GrammarError as error:
+            logger.warning("request %s ends with an error: its grammar: %s", seq.request_id, error)
+            self.scheduler.finish(seq, "error")
+        return seq.constraint.is_complete
 
     def _open_text(self, seq: Sequence, request: _Request) -> OutputText:
         assert self.tokenizer is not None
@@ -263,6 +297,14 @@ class LLMEngine:
             return {}
         found = {self.tokenizer.special_token_id(text): text for text in (params.stop or ())}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as token ids, as it is and, as vLLM does, with a space before it."""
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so bad_words cannot be understood", param="bad_words")
+        texts = [text for word in (params.bad_words or ()) for text in (word, f" {word.lstrip()}")]
+        found = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts if self.tokenizer]
+        return tuple(ids for ids in dict.fromkeys(found) if ids and max(ids) < self.vocab_size)
 
     def _close(self, request_id: str) -> None:
         request = self._requests[request_id]

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from vllm_mini.llama import DummyModel, LlamaForCausalLM
 from vllm_mini.paged_attention import AttentionBackend, AttentionMetadata
-from vllm_mini.sampler import SamplingMetadata, TokenPairs, gather_logprobs, sample, uniform_numbers
+from vllm_mini.sampler import (
+    MIN_LOGPROB,
+    AllowedTokens,
+    SamplingMetadata,
+    TokenPairs,
+    gather_logprobs,
+    sample,
+    uniform_numbers,
+)
 from vllm_mini.scheduler import ScheduledSequence, SequenceOutput
 from vllm_mini.sequence import SampledToken, Sequence, TokenLogprobs
 
@@ -108,8 +116,7 @@ class ModelRunner:
         penalized = [row for row, p in enumerate(params)
                      if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty]
         bias = [(row, token_id, value) for row, p in enumerate(params) for token_id, value in p.logit_bias.items()]
-        banned = [(row, token_id) for row, seq in enumerate(seqs)
-                  if seq.num_output_tokens < seq.params.min_tokens for token_id in seq.stop_ids]
+        banned = [(row, token_id) for row, seq in enumerate(seqs) for token_id in _banned_ids(seq)]
         logprobs = [p.logprobs for p in params if p.logprobs is not None]
         return SamplingMetadata(
             temperature=self._floats(temperature),
@@ -125,9 +132,24 @@ class ModelRunner:
             output_tokens=self._pairs((row, token_id) for row in penalized for token_id in seqs[row].output_token_ids),
             bias=self._pairs((row, token_id) for row, token_id, _ in bias) if bias else None,
             bias_values=self._floats([value for _, _, value in bias]) if bias else None,
+            allowed=self._allowed_tokens(seqs),
             banned=self._pairs(banned) if banned else None,
             num_logprobs=max(logprobs, default=None),
         )
+
+    def _allowed_tokens(self, seqs: list[Sequence]) -> AllowedTokens | None:
+        """The masks of the rows that ask for one."""
+        rows = [row for row, seq in enumerate(seqs) if seq.constraint or seq.params.allowed_token_ids]
+        if not rows:
+            return None
+        mask = np.zeros((len(rows), self.vocab_size), dtype=bool)
+        for allowed, seq in zip(mask, (seqs[row] for row in rows)):
+            if seq.constraint is not None:
+                bits = np.frombuffer(seq.constraint.allowed_tokens, dtype=np.uint8)
+                allowed[:] = np.unpackbits(bits, count=self.vocab_size, bitorder="little")
+            else:
+                allowed[list(seq.params.allowed_token_ids or ())] = True
+        return AllowedTokens(self._tensor(np.array(rows)), self._tensor(mask))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
@@ -140,6 +162,15 @@ class ModelRunner:
         return TokenPairs(rows, token_ids)
 
 
+def _banned_ids(seq: Sequence) -> Iterator[int]:
+    """Stop tokens before min_tokens, and the last token of each bad word whose other tokens have just been written."""
+    if seq.num_output_tokens < seq.params.min_tokens:
+        yield from seq.stop_ids
+    for *beginning, last in seq.bad_words:
+        if len(beginning) <= seq.num_output_tokens and seq.token_ids[seq.num_tokens - len(beginning) :] == beginning:
+            yield last
+
+
 def _pad_rows(rows: list[list[int]]) -> np.ndarray:
     """Lists of different length as one zero-padded array [len(rows), longest]."""
     lengths = np.array([len(row) for row in rows])
@@ -149,6 +180,7 @@ def _pad_rows(rows: list[list[int]]) -> np.ndarray:
 
 
 def _logprob_entries(logprobs: Tensor, top_token_ids: Tensor, top_logprobs: Tensor) -> list[TokenLogprobs]:
-    """Tensors [num_rows], [num_rows, k], [num_rows, k] as one TokenLogprobs a row."""
+    """Tensors [num_rows], [num_rows, k], [num_rows, k] as one TokenLogprobs a row, without tokens that are impossible."""
     columns = zip(logprobs.tolist(), top_token_ids.tolist(), top_logprobs.tolist())
-    return [TokenLogprobs(logprob, tuple(zip(ids, values))) for logprob, ids, values in columns]
+    return [TokenLogprobs(logprob, tuple(pair for pair in zip(ids, values) if pair[1] > MIN_LOGPROB))
+            for logprob, ids, values in columns]

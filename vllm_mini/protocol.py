@@ -7,11 +7,12 @@ checked where they are read, so that one wrong entry in a million costs one mess
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from vllm_mini.sequence import RequestError, SamplingParams
+from vllm_mini.sequence import RequestError, SamplingParams, StructuredOutputsParams
+from vllm_mini.tool_calls import Tools, check_tools, tool_format
 
 __all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest"]
 
@@ -21,10 +22,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's max_tokens for completions
 SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens", "prompt_logprobs")
+    "skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words")
 # What would change the answer but is not there is refused, not ignored.
-UNSUPPORTED = ("suffix", "structured_outputs", "bad_words", "allowed_token_ids", "use_beam_search", "chat_template",
-               "functions", "audio")
+UNSUPPORTED = ("suffix", "use_beam_search", "chat_template", "functions", "audio")
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # what structured_outputs may hold
 
 Json = dict[str, Any]
 TextOrTexts = Annotated[Any, WithJsonSchema({"anyOf": [
@@ -35,6 +36,7 @@ Prompts = Annotated[Any, WithJsonSchema({"anyOf": [
 TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [Ids, {"type": "null"}]})]
 LogitBias = Annotated[Any, WithJsonSchema({"anyOf": [
     {"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]})]
+Structure = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
 Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]
 
 
@@ -70,6 +72,10 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: TokenIds = None
+    bad_words: TextOrTexts = None
+    response_format: Structure = None
+    structured_outputs: Structure = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -93,7 +99,27 @@ class GenerationRequest(BaseModel):
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's own values, else the model's defaults, else OpenAI's. Raises RequestError."""
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
-        return SamplingParams(**{**defaults, **given, **self._lengths(defaults), **self._logprobs()})
+        return SamplingParams(**{**defaults, **given, **self._lengths(defaults), **self._logprobs()},
+                              structured_outputs=self.structure())
+
+    @property
+    def structure_field(self) -> str:
+        """The field that says what the output must look like."""
+        return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What the output must look like. Raises RequestError."""
+        if self.structured_outputs is None:
+            return _read_response_format(self.response_format)
+        if self.response_format not in (None, {"type": "text"}):
+            raise RequestError("response_format and structured_outputs cannot both be given", param="structured_outputs")
+        if not isinstance(self.structured_outputs, dict):
+            _refuse("structured_outputs", "must be an object")
+        given = {name: value for name, value in self.structured_outputs.items() if value is not None}
+        for name in given:
+            if name not in STRUCTURES:
+                _refuse(f"structured_outputs.{name:.40}", f"is not supported; there are {', '.join(STRUCTURES)}")
+        return StructuredOutputsParams(**given)
 
     def _lengths(self, defaults: Mapping[str, Any]) -> Json:
         raise NotImplementedError
@@ -110,9 +136,9 @@ class ChatRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: Any = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: Any = None
     modalities: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -131,15 +157,19 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs can only be used when logprobs is true", param="top_logprobs")
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise RequestError('response_format: only {"type": "text"} is supported by this server',
-                               param="response_format")
-        if self.tools and self.tool_choice != "none":
-            raise RequestError("tools are not supported by this server", param="tools")
-        if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice asks for a tool, but tools is empty", param="tool_choice")
+        check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.modalities not in (None, [], ["text"]):
             raise RequestError('modalities: only ["text"] is supported by this server', param="modalities")
+
+    def tool_use(self, chat_template: str | None) -> Tools | None:
+        """The tools that may be called, in the template's format. RequestError where it has none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        found = tool_format(chat_template)
+        if found is None:
+            raise RequestError("this model's chat template has no format for tools that this server knows; "
+                               'tool_choice "none" leaves them out', param="tools")
+        return Tools(self.tools, found, self.tool_choice, self.parallel_tool_calls is not False)
 
     def template_options(self) -> Json:
         """What the chat template is told beside the messages."""
@@ -147,7 +177,8 @@ class ChatRequest(GenerationRequest):
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:
                 options[name] = getattr(self, name)
-        return {name: value for name, value in options.items() if name not in ("messages", "tools", "self")}
+        options = {name: value for name, value in options.items() if name not in ("messages", "tools", "self")}
+        return {**options, "tools": self.tools} if self.tools and self.tool_choice != "none" else options
 
     def _lengths(self, defaults: Mapping[str, Any]) -> Json:
         asked = self.asked_tokens
@@ -196,6 +227,36 @@ class CompletionRequest(GenerationRequest):
         if not self.echo:
             return {"logprobs": self.logprobs}
         return {"logprobs": self.logprobs, "prompt_logprobs": max(self.logprobs, self.prompt_logprobs or 0)}
+
+
+def _refuse(path: str, complaint: str) -> NoReturn:
+    raise RequestError(f"{path} {complaint}", param=path)
+
+
+def _read_response_format(wanted: Any) -> StructuredOutputsParams | None:
+    """OpenAI's way to say what the output must look like."""
+    if wanted is None:
+        return None
+    if not isinstance(wanted, dict):
+        _refuse("response_format", "must be an object with a type")
+    kind = wanted.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        _refuse("response_format.type", f"must be text, json_object or json_schema, got {kind!r:.80}")
+    path = "response_format"
+    schema: Any = wanted
+    for key in ("json_schema", "schema"):
+        path, schema = f"{path}.{key}", schema.get(key)
+        if not isinstance(schema, dict):
+            _refuse(path, "must be an object" if schema is not None else "is missing")
+    try:
+        return StructuredOutputsParams(json=schema)
+    except RequestError as error:
+        message = str(error).removeprefix(f"{error.param} ")
+        raise RequestError(f"{path} {message}", param=path) from error
 
 
 def _check_prompt(name: str, prompt: Any) -> str | list[int]:

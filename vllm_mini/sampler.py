@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["SamplerOutput", "SamplingMetadata", "TokenPairs", "gather_logprobs", "sample", "uniform_numbers"]
+__all__ = ["AllowedTokens", "SamplerOutput", "SamplingMetadata", "TokenPairs", "gather_logprobs", "sample",
+           "uniform_numbers"]
 
 MIN_LOGPROB = -9999.0  # what an impossible token reports: finite, so that it survives JSON
 
@@ -24,6 +25,13 @@ class TokenPairs(NamedTuple):
 
     rows: Tensor  # [num_pairs]
     token_ids: Tensor  # [num_pairs]
+
+
+class AllowedTokens(NamedTuple):
+    """What may be drawn in some of the rows; in the others it is everything."""
+
+    rows: Tensor  # [num_allowed_rows]
+    mask: Tensor  # [num_allowed_rows, vocab_size] bool
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class SamplingMetadata:
     output_tokens: TokenPairs | None = None
     bias: TokenPairs | None = None
     bias_values: Tensor | None = None  # [num_pairs of bias]
-    banned: TokenPairs | None = None  # may not be drawn now (stop tokens before min_tokens)
+    allowed: AllowedTokens | None = None
+    banned: TokenPairs | None = None  # may not be drawn now (stop tokens before min_tokens, ends of bad words)
     num_logprobs: int | None = None  # the most any row asks for
 
 
@@ -71,7 +80,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Draw one token for each row of logits [num_rows, vocab_size] float32, which may be changed in place.
 
-    Log-probabilities are those after bias and penalties, before temperature, top_k, top_p and min_p.
+    Log-probabilities are those after penalties, bias, masks and bans, before temperature, top_k, top_p and min_p.
     """
     _adjust(logits, metadata)
     token_ids = logits.argmax(dim=-1)  # [num_rows]
@@ -94,13 +103,26 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> tup
 
 
 def _adjust(logits: Tensor, metadata: SamplingMetadata) -> None:
-    """Penalties, bias and bans, in place."""
+    """Penalties, bias, what is allowed and what is banned, in place."""
     if metadata.penalties is not None:
         _penalize(logits, metadata)
     if metadata.bias is not None and metadata.bias_values is not None:
         logits.index_put_(tuple(metadata.bias), metadata.bias_values, accumulate=True)
+    if metadata.allowed is not None:
+        rows, mask = metadata.allowed
+        logits[rows] = logits[rows].masked_fill(~mask, float("-inf"))
     if metadata.banned is not None:
-        logits[metadata.banned.rows, metadata.banned.token_ids] = float("-inf")
+        _ban(logits, metadata.banned)
+
+
+def _ban(logits: Tensor, banned: TokenPairs) -> None:
+    """A row that would be left without any token keeps those it has: a ban is a wish, what is allowed is a rule."""
+    rows = banned.rows.unique()
+    before = logits[rows]  # [num_rows with bans, vocab_size]
+    logits[banned.rows, banned.token_ids] = float("-inf")
+    after = logits[rows]
+    is_empty = after.amax(dim=-1, keepdim=True) == float("-inf")
+    logits[rows] = torch.where(is_empty, before, after)
 
 
 def _penalize(logits: Tensor, metadata: SamplingMetadata) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-__all__ = ["RequestError", "SampledToken", "SamplingParams", "Sequence", "SequenceStatus", "TokenLogprobs"]
+__all__ = ["RequestError", "SampledToken", "SamplingParams", "Sequence", "SequenceStatus", "StructuredOutputsParams",
+           "TokenConstraint", "TokenLogprobs"]
 
 MAX_N = 128
 MAX_INT = 2**31 - 1  # of a number that becomes a tensor's entry
@@ -16,6 +18,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 1024  # entries
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 128  # characters
+MAX_GRAMMAR_LENGTH = 65_536  # characters of a schema, an expression, a grammar or all choices together
 
 
 class RequestError(ValueError):
@@ -25,6 +30,72 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an answer must have; exactly one of the fields is to be given. Names are vLLM's."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, or its text; kept as text
+    regex: str | None = None
+    choice: SequenceOf[str] | None = None
+    grammar: str | None = None  # context-free, in Lark's notation
+    json_object: bool = False  # any JSON object
+
+    def __post_init__(self) -> None:
+        given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(one.name for one in fields(self))
+            raise RequestError(f"structured_outputs needs exactly one of {names}, got {', '.join(given) or 'none'}",
+                               param="structured_outputs")
+        if self.json is not None:
+            object.__setattr__(self, "json", _normal_schema(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _normal_choice(self.choice))
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                _refuse_structure(name, f"must be a string, got {getattr(self, name)!r:.80}")
+        if not isinstance(self.json_object, bool):
+            _refuse_structure("json_object", f"must be true or false, got {self.json_object!r:.80}")
+        texts = [self.json, self.regex, self.grammar, *(self.choice or ())]
+        length = sum(len(text) for text in texts if isinstance(text, str))
+        if length > MAX_GRAMMAR_LENGTH:
+            _refuse_structure(given[0], f"may have at most {MAX_GRAMMAR_LENGTH} characters, got {length}")
+
+
+def _refuse_structure(name: str, complaint: str) -> NoReturn:
+    raise RequestError(f"structured_outputs.{name} {complaint}", param=f"structured_outputs.{name}")
+
+
+def _normal_schema(schema: Any) -> str:
+    """A JSON schema as text."""
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, Mapping) else None
+    except (TypeError, ValueError, RecursionError):
+        text = None
+    if text is None:
+        _refuse_structure("json", f"must be a JSON schema: an object, or its text; this {type(schema).__name__} is none")
+    return text
+
+
+def _normal_choice(choice: Any) -> tuple[str, ...]:
+    if not isinstance(choice, (list, tuple)) or not choice or not all(isinstance(one, str) and one for one in choice):
+        _refuse_structure("choice", f"must be a list of at least one string, none of them empty, got {choice!r:.80}")
+    return tuple(choice)
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one sequence: a state that moves on with each of its tokens."""
+
+    allowed_tokens: bytes  # a bit for each token of the vocabulary, the lowest bit first
+    is_complete: bool  # nothing may follow: the sequence is to end
+
+    def accept(self, token_id: int) -> None:
+        """Move on by one token that was allowed."""
+
+    def fork(self) -> TokenConstraint:
+        """One in the same state, for another sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +124,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     prompt_logprobs: int | None = None
+    allowed_token_ids: SequenceOf[int] | None = None  # the only tokens that may be drawn
+    bad_words: SequenceOf[str] | None = None  # texts whose last token may not follow the others
+    structured_outputs: StructuredOutputsParams | None = None
+    constraint: TokenConstraint | None = field(default=None, repr=False, compare=False)  # the latter, compiled
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -75,9 +150,23 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
         # Normal forms of the fields that may be written in several ways, so that nobody downstream has to look again.
-        object.__setattr__(self, "stop", _normal_stop(self.stop))
+        object.__setattr__(self, "stop", _normal_words("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH))
         object.__setattr__(self, "stop_token_ids", _normal_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _normal_logit_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _normal_words("bad_words", self.bad_words, MAX_BAD_WORDS,
+                                                            MAX_BAD_WORD_LENGTH))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _normal_ids("allowed_token_ids", self.allowed_token_ids))
+            self._check_allowed()
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise RequestError("structured_outputs must be StructuredOutputsParams, "
+                               f"got {self.structured_outputs!r:.80}", param="structured_outputs")
+
+    def _check_allowed(self) -> None:
+        if not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must hold at least one token id", param="allowed_token_ids")
+        if self.structured_outputs is not None:
+            raise RequestError("allowed_token_ids cannot be combined with structured outputs", param="allowed_token_ids")
 
     @property
     def is_greedy(self) -> bool:
@@ -104,17 +193,18 @@ def _check_float(name: str, value: Any, low: float, high: float, *, low_open: bo
         raise RequestError(f"{name} must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value}", param=name)
 
 
-def _normal_stop(stop: Any) -> tuple[str, ...]:
-    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+def _normal_words(name: str, words: Any, max_words: int, max_length: int) -> tuple[str, ...]:
+    """A text or several, each once."""
+    strings = [] if words is None else [words] if isinstance(words, str) else words
     if not isinstance(strings, (list, tuple)) or not all(isinstance(item, str) for item in strings):
-        raise RequestError(f"stop must be a string or a list of strings, got {stop!r:.80}", param="stop")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
+        raise RequestError(f"{name} must be a string or a list of strings, got {words!r:.80}", param=name)
+    if len(strings) > max_words:
+        raise RequestError(f"{name} may hold at most {max_words} strings, got {len(strings)}", param=name)
     for item in strings:
         if not item:
-            raise RequestError("stop must not hold an empty string", param="stop")
-        if len(item) > MAX_STOP_LENGTH:
-            raise RequestError(f"a stop string may have at most {MAX_STOP_LENGTH} characters, got {len(item)}", param="stop")
+            raise RequestError(f"{name} must not hold an empty string", param=name)
+        if len(item) > max_length:
+            raise RequestError(f"a {name} string may have at most {max_length} characters, got {len(item)}", param=name)
     return tuple(dict.fromkeys(strings))
 
 
@@ -173,7 +263,7 @@ class Sequence:
 
     The scheduler writes status, token_ids, logprobs, finish_reason, stop_reason, num_computed_tokens and num_forks; the
     block manager writes block_table, block_hashes, host_blocks, num_cached_tokens and, at admission, num_computed_tokens.
-    Everybody else reads.
+    The engine moves `constraint` on with each token. Everybody else reads.
     """
 
     seq_id: int  # in order of arrival; the n choices of one request have consecutive ids
@@ -185,6 +275,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens
     index: int = 0  # among the n choices of its request
     num_forks: int = 0  # choices still to be forked off when the prompt is computed
+    constraint: TokenConstraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of texts that may not be completed
 
     num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
@@ -234,6 +326,8 @@ class Sequence:
             max_num_tokens=self.max_num_tokens,
             stop_ids=self.stop_ids,
             index=index,
+            constraint=None if self.constraint is None else self.constraint.fork(),
+            bad_words=self.bad_words,
             status=self.status,
             num_computed_tokens=self.num_computed_tokens,
             num_cached_tokens=self.num_cached_tokens,
