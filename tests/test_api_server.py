@@ -212,10 +212,11 @@ def test_SS_09_the_first_bytes_arrive_before_the_generation_ends(server):
     try:
         body = body_for(CHAT, stream=True, max_tokens=50, ignore_eos=True)
         with server.client.stream("POST", CHAT, json=body) as response:
-            assert b'"role":"assistant"' in next(response.iter_bytes())
+            parts = response.iter_bytes()
+            assert b'"role":"assistant"' in next(parts)
             assert server.engine.has_unfinished()
             may_go_on.set()
-            assert b"[DONE]" in b"".join(response.iter_bytes())
+            assert b"[DONE]" in b"".join(parts)
         assert all(waits)
     finally:
         may_go_on.set()
