@@ -33,6 +33,7 @@ from vllm_mini.sequence import RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from vllm_mini.engine import LLMEngine
+    from vllm_mini.live_server import LiveSettings
 
 __all__ = ["main"]
 
@@ -372,21 +373,16 @@ def _serve(args: argparse.Namespace) -> int:
         import torch
 
         from vllm_mini.api_server import run_server
-        from vllm_mini.live_server import LiveSettings
 
         logger.info("%d CPU threads", torch.get_num_threads())
-        is_local = _is_loopback(listener)
-        live = LiveSettings(page=is_local if args.live is None else args.live, hide_text=args.live_hide_text,
-                            may_set_pace=is_local or api_key is not None, is_local=is_local, trace=args.trace)
-        if live.page and not is_local and api_key is None and not live.hide_text:
-            logger.warning("the live page shows all prompts to whoever can reach this server: --no-live, --live-hide-text "
-                           "or --api-key would prevent it")
+        live = _live_settings(args, listener, has_key=api_key is not None)
         names = args.served_model_name or [DEFAULT_MODEL_NAME if model is None else _served_name(model)]
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+        page = f"; watch it at {url.removesuffix('v1')}" if live.page else ""
         return asyncio.run(run_server(
             engine, listener, drain_timeout=args.drain_timeout, log_level=args.uvicorn_log_level,
-            on_ready=lambda: logger.info("model %s, serving at %s", ", ".join(names), url),
+            on_ready=lambda: logger.info("model %s, serving at %s%s", ", ".join(names), url, page),
             served_model_names=names, api_key=api_key, model_path=path, live=live,
             max_waiting=args.max_waiting, request_timeout=args.request_timeout, allowed_origins=allowed_origins))
 
@@ -428,6 +424,18 @@ def _allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (ImportError, OSError, ValueError) as error:
         logger.warning("the limit on open files, and so on connections, stays as it is: %s", error)
+
+
+def _live_settings(args: argparse.Namespace, listener: socket.socket, *, has_key: bool) -> LiveSettings:
+    from vllm_mini.live_server import LiveSettings
+
+    is_local = _is_loopback(listener)
+    live = LiveSettings(page=is_local if args.live is None else args.live, hide_text=args.live_hide_text,
+                        may_set_pace=is_local or has_key, is_local=is_local, trace=args.trace)
+    if live.page and not is_local and not has_key and not live.hide_text:
+        logger.warning("the live page shows all prompts to whoever can reach this server: --no-live, --live-hide-text or "
+                       "--api-key would prevent it")
+    return live
 
 
 def _is_loopback(listener: socket.socket) -> bool:

@@ -316,7 +316,7 @@ function drawControls() {
   const isReplay = source.mode === "replay";
   $("pause").setAttribute("aria-pressed", source.isPaused);
   $("pause").lastElementChild.textContent = source.isPaused ? words.resume : words.pause;
-  $("pause").firstChild.textContent = source.isPaused ? "▶ " : "⏸ ";
+  $("pause").firstElementChild.className = source.isPaused ? "icon play" : "icon pause";
   for (const id of ["pause", "step", "speed"]) $(id).disabled = !history || (!isReplay && !source.mayPace);
   $("speed").value = String(source.speed);
   $("seek").disabled = !history;

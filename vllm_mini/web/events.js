@@ -48,7 +48,7 @@ function factsOfStep(record, before, after, name) {
   }
   for (const id of Object.keys(record.tokens).map(Number)) {
     const seq = after.seqs.get(id);
-    if (seq.numTokenTimes === 1 && !(before.seqs.get(id)?.numTokenTimes > 0)) {
+    if (seq.index === 0 && seq.numTokenTimes === 1 && !(before.seqs.get(id)?.numTokenTimes > 0)) {
       facts.push({ kind: "first", seq: id, who: name(id), seconds: (seq.tokenTimes[0] - seq.seen).toFixed(2) });
     }
   }
@@ -62,13 +62,15 @@ function factsOfStep(record, before, after, name) {
 function preemption(record, before, after, id, of) {
   const host = of("swap_out", id);
   const table = before.tables.get(id) ?? [];
-  // Whoever is served last got the block; when the victim needed it for itself, it is its own cause.
-  const by = record.scheduled.length ? record.scheduled[record.scheduled.length - 1][0] : id;
+  // The block went to whoever took one next; when nobody did, the victim was the one that needed it.
+  const left = record.events.findIndex(([kind, owner]) => owner === id && (kind === "release" || kind === "swap_out"));
+  const taken = record.events.slice(left).find(([kind]) => kind === "allocate" || kind === "copy");
+  const by = taken ? taken[1] : id;
   const size = after.config.block_size;
   let kept = 0;
   while (kept < table.length && before.seqs.get(id).computed >= (kept + 1) * size && after.hashes.has(table[kept])) kept++;
   return {
-    kind: "preempted", seq: id, who: after.label(id), by: after.label(by), host: host.length,
+    kind: "preempted", seq: id, who: after.label(id), by: by === id ? null : after.label(by), host: host.length,
     freed: table.filter((block) => before.refCounts[block] === 1).length, kept: kept * size, tokens: before.seqs.get(id)?.computed ?? 0,
   };
 }

@@ -25,8 +25,8 @@ const en = {
   sceneLongHelp: "A long prompt among short ones: it is computed in chunks while the others go on",
   sceneForkHelp: "One prompt, four answers: all blocks are shared, and copied when the answers part",
   sceneTightHelp: "In the sandbox, with few blocks: the youngest makes way and comes back later",
-  send: "Send", stop: "Stop", say: "Say something", box: (n) => `Chat ${n}`, you: "you", empty: "Ask something, or choose a scene.",
-  used: "used", shared: "shared (×count)", cached: "cached, free (order of reuse)", free: "free", unused: "never used",
+  send: "Send", stop: "Stop", say: "Ask something", box: (n) => `Chat ${n}`, you: "you", empty: "Ask something, or choose a scene.",
+  used: "used", shared: "shared (×count)", cached: "free, but cached (↺ order of reuse)", free: "free", unused: "never used",
   poolSummary: (used, cached, free, total) => `${used} used · ${cached} cached · ${free} free of ${total}`,
   showing: (shown, total) => `${shown} of ${total} shown: the others were never used`,
   blockUsed: (block, owners, count) => `Block ${block}: held by ${owners} (reference count ${count})`,
@@ -55,7 +55,7 @@ const en = {
   chunk: "prefill", decode: "decode", waits: "waits", preempts: "preempted", budgetUsed: "tokens in the step",
   timelineSummary: (tokens, budget) => `${tokens} tokens in the last step, of ${budget}`,
   timelineLabel: (steps, rows) => `Timeline: the last ${steps} steps of ${rows} sequences. The events in words say the same.`,
-  staticGhost: "static batching would have done",
+  staticGhost: (steps, now) => `static batching would have done: ${steps} steps; the line is where ${now} steps ended`,
   staticSummary: (ours, theirs, saved, percent) =>
     `Static batching would have taken ${theirs} steps instead of ${ours}: continuous batching saved ${saved} s (${percent} %) until the mean answer.`,
   staticNone: "With more requests, this says what static batching would have taken.",
@@ -73,7 +73,7 @@ const en = {
     forked: (e) => `${e.who} forks off ${e.parent}: the same ${plural(e.blocks.length, "block")} ${list(e.blocks)}`,
     copied: (e) => `${e.who} writes to block ${e.from}, which ${e.others || "others"} had too: into a copy, block ${e.to}`,
     evicted: (e) => `${plural(e.blocks.length, "old prefix block")} taken for new tokens: ${list(e.blocks)}`,
-    preempted: (e) => `${e.by} needs a block, none is free: ${e.who}, the youngest, is preempted and gives back ${plural(e.freed, "block")}` +
+    preempted: (e) => (e.by ? `${e.by} needs a block, none is free: ${e.who}, the youngest, is preempted` : `${e.who} needs a block, none is free: as the youngest it is preempted itself`) + ` and gives back ${plural(e.freed, "block")}` +
       (e.host ? `; ${e.host} copied to host memory` : `; ${e.kept} of its ${e.tokens} tokens are still cached`),
     resumed: (e) => `${e.who} is back` + (e.swapped ? ", its blocks copied from host memory" : `: ${e.again} tokens to compute again, ${e.kept} still cached`),
     finished: (e) => `${e.who} is finished (${e.reason}) after ${plural(e.tokens, "token")}; ${plural(e.freed, "block")} free again`,
@@ -102,7 +102,7 @@ const zh = {
   sceneForkHelp: "一个提示，四个回答：所有块先共享，回答分叉时再复制",
   sceneTightHelp: "在沙盒里，只有很少的块：最年轻的让位，稍后再回来",
   send: "发送", stop: "停止", say: "说点什么", box: (n) => `对话 ${n}`, you: "你", empty: "提个问题，或选一个场景。",
-  used: "使用中", shared: "共享（×计数）", cached: "已缓存、空闲（复用次序）", free: "空闲", unused: "从未使用",
+  used: "使用中", shared: "共享（×计数）", cached: "空闲但有缓存（↺ 取用次序）", free: "空闲", unused: "从未使用",
   poolSummary: (used, cached, free, total) => `使用 ${used} · 缓存 ${cached} · 空闲 ${free}，共 ${total}`,
   showing: (shown, total) => `显示 ${shown}/${total}：其余从未使用`,
   blockUsed: (block, owners, count) => `块 ${block}：由 ${owners} 持有（引用计数 ${count}）`,
@@ -129,7 +129,7 @@ const zh = {
   hidden: "（文字已关闭）", chunk: "预填充", decode: "解码", waits: "等待", preempts: "被抢占", budgetUsed: "本步词元数",
   timelineSummary: (tokens, budget) => `上一步 ${tokens} 个词元，上限 ${budget}`,
   timelineLabel: (steps, rows) => `时间线：${rows} 个序列的最近 ${steps} 步。文字事件说的是同样的内容。`,
-  staticGhost: "静态批处理会是这样",
+  staticGhost: (steps, now) => `静态批处理会是这样：${steps} 步；竖线处是现在的 ${now} 步`,
   staticSummary: (ours, theirs, saved, percent) => `静态批处理需要 ${theirs} 步，这里只用 ${ours} 步：平均每个回答省了 ${saved} 秒（${percent} %）。`,
   staticNone: "请求多一些，这里会说明静态批处理要花多少。",
   numberNames: {
@@ -145,7 +145,7 @@ const zh = {
     forked: (e) => `${e.who} 从 ${e.parent} 分叉：共用 ${e.blocks.length} 块 ${list(e.blocks)}`,
     copied: (e) => `${e.who} 要写 ${e.others || "别人"} 也持有的块 ${e.from}：先复制到块 ${e.to}`,
     evicted: (e) => `${e.blocks.length} 个旧前缀块让给新词元：${list(e.blocks)}`,
-    preempted: (e) => `${e.by} 需要一块而没有空闲：最年轻的 ${e.who} 被抢占，交回 ${e.freed} 块` +
+    preempted: (e) => (e.by ? `${e.by} 需要一块而没有空闲：最年轻的 ${e.who} 被抢占` : `${e.who} 需要一块而没有空闲：它最年轻，自己被抢占`) + `，交回 ${e.freed} 块` +
       (e.host ? `；${e.host} 块复制到主机内存` : `；它的 ${e.tokens} 个词元中 ${e.kept} 个仍在缓存里`),
     resumed: (e) => `${e.who} 回来了` + (e.swapped ? "，块从主机内存复制回来" : `：${e.again} 个词元要重算，${e.kept} 个仍在缓存里`),
     finished: (e) => `${e.who} 完成（${e.reason}），共 ${e.tokens} 个词元；${e.freed} 块重新空闲`,

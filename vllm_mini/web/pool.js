@@ -1,13 +1,14 @@
 // The physical pool: a tile for each block, with its slots filling one by one.
 
 import { hatch, prepare } from "./canvas.js";
-import { colorOf, inkOn, themed } from "./colors.js";
+import { colorOf, themed } from "./colors.js";
 import { texts } from "./i18n.js";
 import { blockCounts } from "./numbers.js";
 
 const GAP = 3;
 const MIN_TILE = 9;
-const MAX_TILE = 52;
+const MAX_TILE = 64;
+const STRIP = 12; // height of the line with number and count, in tiles that are large enough for it
 const MANY = 400; // blocks from which on those never used are left out, until asked for
 const MIN_SHOWN = 96;
 
@@ -56,7 +57,8 @@ export class PoolView {
     const context = prepare(this.canvas, width, rows * this.tile + GAP);
     const owners = state.owners();
     const order = new Map(state.free.map((block, index) => [block, index + 1]));
-    const colors = { line: themed("--line"), soft: themed("--soft"), ink: themed("--ink"), muted: themed("--muted"), cached: themed("--cached"), panel: themed("--panel") };
+    const colors = { line: themed("--line"), soft: themed("--soft"), ink: themed("--ink"), muted: themed("--muted"),
+      cached: themed("--cached"), panel: themed("--panel") };
     for (const [index, block] of this.blocks.entries()) {
       const x = GAP / 2 + (index % this.columns) * this.tile;
       const y = GAP / 2 + Math.floor(index / this.columns) * this.tile;
@@ -82,35 +84,23 @@ export class PoolView {
     const holders = owners.get(block) ?? [];
     const kind = state.kindOf(block);
     const content = kind === "unused" ? null : state.contentOf(block, owners);
+    const strip = size >= 34 ? STRIP : 0;
     const palette = holders.map((id) => colorOf(state.seqs.get(id).number));
     const distinct = [...new Set(palette)];
     context.fillStyle = kind === "used" ? colors.soft : colors.panel;
     context.fillRect(x, y, size, size);
     if (size < 16) this.drawLevel(context, state, x, y, size, { kind, content, distinct, colors });
-    else this.drawSlots(context, state, x, y, size, { kind, content, distinct, colors });
+    else this.drawSlots(context, state, x, y, size, strip, { kind, content, distinct, colors });
     context.lineWidth = kind === "used" ? 1.5 : 1;
     context.setLineDash(kind === "cached" ? [3, 2] : []);
     context.strokeStyle = kind === "used" ? distinct[0] : kind === "cached" ? colors.cached : colors.line;
     context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
     context.setLineDash([]);
-    if (holders.length > 1) {
-      if (size >= 12) hatch(context, x + 1, y + 1, size - 2, size - 2, "rgba(255,255,255,.55)", Math.max(4, size / 6));
-      if (size >= 20) badge(context, x + size, y, `×${state.refCounts[block]}`, colors.ink, colors.panel, size);
-    } else if (kind === "cached" && size >= 26) {
-      context.fillStyle = colors.muted;
-      context.font = `${Math.min(11, size / 3.4)}px system-ui`;
-      context.textAlign = "right";
-      context.textBaseline = "bottom";
-      context.fillText(order.get(block), x + size - 3, y + size - 2);
+    if (holders.length > 1 && size >= 12 && distinct.length === 1) {
+      hatch(context, x + 1, y + 1 + strip, size - 2, size - 2 - strip, "rgba(255,255,255,.6)", Math.max(4, size / 6));
     }
-    if (size >= 34) {
-      const isDark = kind === "used" && content?.filled > 3;
-      context.fillStyle = isDark ? inkOn(distinct[0]) : colors.muted;
-      context.font = `${Math.min(11, size / 4)}px system-ui`;
-      context.textAlign = "left";
-      context.textBaseline = "top";
-      context.fillText(block, x + 3, y + 3);
-    }
+    if (strip) this.drawStrip(context, block, x, y, size, { kind, count: state.refCounts[block], order: order.get(block), colors });
+    else if (holders.length > 1 && size >= 16) badge(context, x + size, y, `×${state.refCounts[block]}`, colors, size);
     if (block === this.selected) {
       context.lineWidth = 2;
       context.strokeStyle = colors.ink;
@@ -127,15 +117,29 @@ export class PoolView {
     context.globalAlpha = 1;
   }
 
-  drawSlots(context, state, x, y, size, { kind, content, distinct, colors }) {
+  /** The line above the slots: the block's number, and its reference count or its place among the free ones. */
+  drawStrip(context, block, x, y, size, { kind, count, order, colors }) {
+    context.font = "10px system-ui";
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    context.fillStyle = kind === "used" ? colors.ink : colors.muted;
+    context.fillText(block, x + 4, y + 1 + STRIP / 2);
+    if (count > 1) badge(context, x + size - 1, y + 1, `×${count}`, colors, size);
+    else if (kind === "cached") {
+      context.textAlign = "right";
+      context.fillText(`↺${order}`, x + size - 4, y + 1 + STRIP / 2);
+    }
+  }
+
+  drawSlots(context, state, x, y, size, strip, { kind, content, distinct, colors }) {
     if (!content || kind === "free") return;
     const perRow = Math.ceil(Math.sqrt(state.config.block_size));
-    const cell = (size - 2) / perRow;
+    const [width, height] = [(size - 2) / perRow, (size - 2 - strip) / Math.ceil(state.config.block_size / perRow)];
     context.globalAlpha = kind === "used" ? 1 : 0.4;
     for (let slot = 0; slot < content.filled; slot++) {
       const [column, row] = [slot % perRow, Math.floor(slot / perRow)];
       context.fillStyle = kind === "used" ? distinct[(column + row) % distinct.length] : colors.cached;
-      context.fillRect(x + 1 + column * cell + 0.5, y + 1 + row * cell + 0.5, cell - 1, cell - 1);
+      context.fillRect(x + 1 + column * width + 0.5, y + 1 + strip + row * height + 0.5, width - 1, height - 1);
     }
     context.globalAlpha = 1;
   }
@@ -194,15 +198,15 @@ export function visible(tokens) {
   return tokens.join("").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
-function badge(context, right, top, text, background, ink, size) {
-  context.font = `bold ${Math.min(11, size / 3)}px system-ui`;
-  const width = context.measureText(text).width + 5;
-  context.fillStyle = background;
-  context.fillRect(right - width, top, width, Math.min(14, size / 2.4));
-  context.fillStyle = ink;
+function badge(context, right, top, text, colors, size) {
+  context.font = `bold ${Math.min(10, size / 2.4)}px system-ui`;
+  const [width, height] = [context.measureText(text).width + 5, Math.min(STRIP, size / 2)];
+  context.fillStyle = colors.ink;
+  context.fillRect(right - width, top, width, height);
+  context.fillStyle = colors.panel;
   context.textAlign = "center";
   context.textBaseline = "middle";
-  context.fillText(text, right - width / 2, top + Math.min(14, size / 2.4) / 2 + 0.5);
+  context.fillText(text, right - width / 2, top + height / 2 + 0.5);
 }
 
 /** What the tiles mean, for a <ul>. */

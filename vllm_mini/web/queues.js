@@ -64,8 +64,7 @@ export class QueuesView {
     const color = colorOf(seq.number);
     chip.style.background = color;
     chip.style.color = inkOn(color);
-    const prompt = state.config.shows_text ? visible(seq.tokens.slice(Math.max(0, seq.num_prompt_tokens - 40), seq.num_prompt_tokens)) : "";
-    setText(what, lastWords(prompt));
+    setText(what, state.config.shows_text ? lastWords(seq.tokens.slice(0, seq.num_prompt_tokens)) : "");
     setText(facts, this.facts(state, seq, words));
     setText(why, this.why(state, seq, queue, words));
     return card;
@@ -111,7 +110,10 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** The end of a prompt without the template's last line: what the user said. */
-function lastWords(prompt) {
-  return prompt.replace(/<\|im_end\|>.*$/s, "").replace(/^.*<\|im_start\|>[a-z]*⏎/s, "").slice(-48);
+/** What was said last in a prompt: in a chat template's text the last turn of the user, else the end of it all. */
+function lastWords(tokens) {
+  const end = tokens.lastIndexOf("<|im_end|>");
+  const start = tokens.lastIndexOf("<|im_start|>", end);
+  const said = end < 0 ? tokens.slice(-24) : tokens.slice(start + 1, Math.min(end, start + 80));
+  return visible(said).replace(/^(user|system|assistant)⏎/, "");
 }

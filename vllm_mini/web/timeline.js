@@ -35,7 +35,7 @@ export class TimelineView {
     const plan = { context, shown, rows, people, state, columnWidth, rowHeight, width, colors: { ink: themed("--ink"), muted: themed("--muted"), line: themed("--line"), soft: themed("--soft"), accent: themed("--accent") } };
     this.drawRows(plan);
     this.drawBudget(plan, rows.length * rowHeight + 4);
-    if (ghosts.length) this.drawGhosts(plan, ghosts, ghostTop, steps.length - shown.length);
+    if (ghosts.length) this.drawGhosts(plan, ghosts, ghostTop);
     this.write(state, last, shown, rows);
   }
 
@@ -45,7 +45,6 @@ export class TimelineView {
     if (newest === this.comparedAt) return;
     this.comparedAt = newest;
     this.comparison = compare(steps.slice(-MAX_STEPS), people, state.config);
-    this.offset = Math.max(0, steps.length - MAX_STEPS);
   }
 
   ghostRows(rows) {
@@ -125,13 +124,17 @@ export class TimelineView {
     }
   }
 
-  drawGhosts({ context, people, columnWidth, rowHeight, colors, width }, ghosts, top, firstShown) {
+  /** The static batches from beginning to end, narrowed so that all of them can be seen. */
+  drawGhosts({ context, people, columnWidth, rowHeight, colors, width }, ghosts, top) {
+    const { theirSteps, ourSteps } = this.comparison;
     context.fillStyle = colors.muted;
     context.font = "10px system-ui";
     context.textBaseline = "top";
-    context.fillText(texts().staticGhost, LABEL_WIDTH, top);
+    context.fillText(texts().staticGhost(theirSteps, ourSteps), LABEL_WIDTH, top);
     const height = Math.max(5, rowHeight * 0.7);
-    const xOf = (step) => LABEL_WIDTH + (this.comparison.start + this.offset + step - firstShown) * columnWidth;
+    const scale = Math.min(columnWidth, (width - LABEL_WIDTH - 2) / Math.max(theirSteps, ourSteps));
+    const xOf = (step) => LABEL_WIDTH + step * scale;
+    context.fillRect(xOf(ourSteps), top + 12, 1.5, ghosts.length * height + 4);
     for (const [row, id] of ghosts.entries()) {
       const [from, to] = this.comparison.spans.get(id);
       const left = Math.max(LABEL_WIDTH, xOf(from));
