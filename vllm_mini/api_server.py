@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mini import __version__
@@ -32,6 +32,7 @@ from vllm_mini.async_engine import AsyncLLMEngine, EngineBusy, EngineError, Engi
 from vllm_mini.engine import LLMEngine, TokenOutput
 from vllm_mini.http_connection import Connection
 from vllm_mini.http_edge import (
+    ERROR_RESPONSE,
     MAX_HEADER_BYTES,
     APIError,
     ClientDisconnected,
@@ -60,6 +61,7 @@ LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # pages of 
 EXPOSED_HEADERS = ("x-request-id", "retry-after")  # to scripts of another origin
 
 Json = dict[str, Any]
+Responses = dict[int | str, Json]  # as OpenAPI describes them
 
 
 class _EventStream(StreamingResponse):
@@ -291,31 +293,37 @@ def build_app(
     for kind in (APIError, RequestError, EngineBusy, EngineError, EngineStopped, RequestValidationError,
                  StarletteHTTPException, RecursionError):
         app.add_exception_handler(kind, error_response)
-    routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
-        ("POST", "/v1/chat/completions", service.chat_completions),
-        ("POST", "/v1/chat/completions/render", texts.render),
-        ("POST", "/v1/completions", service.completions),
-        ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{model:path}", service.model),
-        ("POST", "/tokenize", texts.tokenize),
-        ("POST", "/detokenize", texts.detokenize),
-        ("GET", "/tokenizer_info", texts.tokenizer_info),
-        ("GET", "/health", service.health),
-        ("GET", "/ping", service.health),
-        ("GET", "/version", service.version),
-        ("GET", "/load", service.load),
-        ("GET", "/metrics", service.metrics),
-    ]
-    for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None, name=f"{method} {path}")
+    _add_routes(app, service, texts)
     if page is not None:
         page.add_to(app)
+
+    return app
+
+
+def _add_routes(app: FastAPI, service: _Service, texts: TextEndpoints) -> None:
+    streamed: Responses = {200: {"content": {"text/event-stream": {}}}}
+    routes: list[tuple[str, str, Callable[..., Awaitable[Response]], type[Response], Responses]] = [
+        ("POST", "/v1/chat/completions", service.chat_completions, JSONResponse, streamed),
+        ("POST", "/v1/chat/completions/render", texts.render, JSONResponse, {}),
+        ("POST", "/v1/completions", service.completions, JSONResponse, streamed),
+        ("GET", "/v1/models", service.models, JSONResponse, {}),
+        ("GET", "/v1/models/{model:path}", service.model, JSONResponse, {}),
+        ("POST", "/tokenize", texts.tokenize, JSONResponse, {}),
+        ("POST", "/detokenize", texts.detokenize, JSONResponse, {}),
+        ("GET", "/tokenizer_info", texts.tokenizer_info, JSONResponse, {}),
+        ("GET", "/health", service.health, Response, {}),
+        ("GET", "/ping", service.health, Response, {}),
+        ("GET", "/version", service.version, JSONResponse, {}),
+        ("GET", "/load", service.load, JSONResponse, {}),
+        ("GET", "/metrics", service.metrics, PlainTextResponse, {}),
+    ]
+    for method, path, endpoint, response_class, responses in routes:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, response_class=response_class,
+                          responses={**responses, "default": ERROR_RESPONSE}, name=f"{method} {path}")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(_docs_page(app.openapi()))
-
-    return app
 
 
 def _sandbox_app(engine: AsyncLLMEngine) -> FastAPI:

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_mini.async_engine import EngineBusy, EngineError, EngineStopped
 from vllm_mini.sequence import RequestError
 
-__all__ = ["MAX_HEADER_BYTES", "APIError", "ClientDisconnected", "Edge", "as_api_error", "error_response", "event",
-           "json_bytes", "json_response", "until_disconnect"]
+__all__ = ["ERROR_RESPONSE", "MAX_HEADER_BYTES", "APIError", "ClientDisconnected", "Edge", "as_api_error",
+           "error_response", "event", "json_bytes", "json_response", "until_disconnect"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,12 @@ COMPLAINTS = {  # pydantic's names for what is wrong
     "int_type": "must be an integer", "float_type": "must be a number", "dict_type": "must be an object",
     "model_type": "must be an object", "model_attributes_type": "must be an object",
     "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}"}
+ERROR_RESPONSE = {  # as OpenAPI describes it
+    "description": "An error in OpenAI's shape",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {
+        "type": "object", "required": ["message", "type", "param", "code"],
+        "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
+                       "code": {"type": ["string", "null"]}}}}}}}}
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -121,7 +127,8 @@ async def error_response(request: Request, error: Exception) -> Response:
         if failure.status == 404:
             failure = APIError(404, f"there is no {path!r} here{_right_path(path)}")
         elif failure.status == 405:
-            allowed = ", ".join([failure.headers.get("allow", ""), "OPTIONS"]).lstrip(", ")
+            methods = failure.headers.get("Allow", "").split(", ")
+            allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"])
             if request.method == "OPTIONS":
                 return Response(status_code=204, headers={"allow": allowed})
             failure = APIError(405, f"{path} does not answer {request.method}", headers={"allow": allowed})
