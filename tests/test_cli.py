@@ -91,7 +91,8 @@ def test_CL_02_a_typing_error_exits_2_with_a_suggestion(capsys, args, suggestion
 
 @pytest.mark.parametrize("args", [
     ["--port", "99999"], ["--port", "x"], ["--port", "-1"], ["--kv-cache-memory", "lots"], ["--kv-cache-memory", "-5"],
-    ["--api-key", ""],
+    ["--api-key", ""], ["--max-waiting", "0"], ["--max-waiting", "x"], ["--request-timeout", "0"],
+    ["--request-timeout", "soon"],
     ["--dtype", "int3"], ["--drain-timeout", "-1"], ["--drain-timeout", "nan"], ["--max-num-seqs", "many"],
 ])
 def test_a_value_that_cannot_be_exits_2_and_names_the_option(capsys, args):
@@ -143,6 +144,55 @@ def test_CL_02_the_options_reach_the_engines_settings():
 def test_what_goes_wrong_is_said_in_one_line(capsys, args, words):
     port = ["--port", "0"] if args[0] == "serve" else []
     assert words in one_line_error(capsys, *args, *port)
+
+
+def test_keys_come_from_options_a_file_or_the_environment(monkeypatch, tmp_path):
+    def keys(*arguments):
+        return cli._api_keys(cli._build_parser()[0].parse_args(["serve", *arguments]))
+
+    path = tmp_path / "keys"
+    path.write_text("three\n\n  four  \n")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert keys() is None
+    monkeypatch.setenv("VLLM_API_KEY", "environment")
+    assert keys() == ["environment"]
+    assert keys("--api-key", "one", "--api-key", "two") == ["one", "two"]
+    assert keys("--api-key", "one", "--api-key-file", str(path)) == ["one", "three", "four"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n\n", b"\xff\xfe\x00"])
+def test_a_bad_file_of_keys_is_said_in_one_line_and_serves_nobody(capsys, tmp_path, content):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    assert str(path) in one_line_error(capsys, "serve", "dummy", "--api-key-file", str(path))
+
+
+@pytest.mark.parametrize(("given", "origins"), [
+    ([], None), (["https://a.org", "https://b.org"], ["https://a.org", "https://b.org"]), (["*"], ["*"]),
+    (['["https://a.org", "*"]'], ["https://a.org", "*"]),
+])
+def test_origins_are_taken_one_by_one_or_as_vllm_takes_them(given, origins):
+    args = cli._build_parser()[0].parse_args(["serve", *(["--allowed-origins", *given] if given else [])])
+    assert cli._origins(args.allowed_origins) == origins
+
+
+def test_origins_that_are_no_list_are_said_in_one_line(capsys):
+    for bad in ('["https://a.org"', "[1]"):
+        assert "--allowed-origins" in one_line_error(capsys, "serve", "dummy", "--allowed-origins", bad)
+
+
+def test_keys_and_limits_reach_the_server_and_no_key_reaches_the_log():
+    with serve_process("dummy", "--api-key", "first-key", "--api-key", "second-key", "--request-timeout", "0.2",
+                       "--max-waiting", "3", "--uvicorn-log-level", "debug", VLLM_API_KEY="third-key") as process:
+        server = process.connect()
+        with server.client:
+            for key, status in (("first-key", 504), ("second-key", 504), ("third-key", 401)):
+                headers = {"authorization": f"Bearer {key}"}
+                assert server.post(CHAT, {**BODY, "max_tokens": 1900}, headers=headers).status_code == status
+            too_many = server.post(CHAT, {**BODY, "n": 4}, headers={"authorization": "Bearer first-key"})
+            assert too_many.status_code in (400, 429)
+        assert "-key" not in process.log
 
 
 def test_CL_06_what_is_no_model_is_said_in_one_line(capsys, tmp_path):
@@ -289,10 +339,33 @@ def test_AB_10_a_second_signal_ends_it_at_once_and_the_port_is_free():
             process.signal()
             wait_until(lambda: "shutting down" in process.log)
             process.signal()
-            assert process.wait(2) != 0
             for connection in connections:
-                connection.close()
+                assert read_rest(connection)[-1]["error"]["type"] == "service_unavailable"
+            assert process.wait(3) == 1
         cli._listen("127.0.0.1", int(server.url.rpartition(":")[2])).close()
+
+
+def test_AB_10_a_second_signal_ends_it_even_if_a_step_hangs():
+    prelude = """
+import time
+import vllm_mini.worker as worker
+execute = worker.Worker.execute
+def hang(self, output):
+    if output.step_id > 30:
+        time.sleep(60)
+    return execute(self, output)
+worker.Worker.execute = hang
+"""
+    with serve_process("dummy", "--drain-timeout", "60", prelude=prelude) as process:
+        server = process.connect()
+        with server.client:
+            (connection,) = open_streams(server, 1, max_tokens=500)
+            assert server.client.get("/health").status_code == 200
+            process.signal()
+            wait_until(lambda: "shutting down" in process.log)
+            process.signal()
+            assert read_rest(connection)[-1]["error"]["type"] == "service_unavailable"
+            assert process.wait(4) == 1
 
 
 def test_CL_07_ctrl_c_after_cancelled_streams_leaves_nothing_behind():

@@ -130,11 +130,17 @@ def test_CC_09_openai_python_repeats_only_what_may_succeed_later() -> None:
         assert count(openai.NotFoundError, model="nope") == 1
         assert count(openai.AuthenticationError, key="wrong") == 1
         assert count(openai.BadRequestError, prompt="x" * 5000) == 1
-        steps = server.engine.worker.execute
-        server.engine.worker.execute = lambda output: time.sleep(0.005) or steps(output)  # type: ignore[func-returns-value]
+        execute = server.engine.worker.execute
+
+        def execute_slowly(output: Any) -> Any:
+            time.sleep(0.005)
+            return execute(output)
+
+        server.engine.worker.execute = execute_slowly  # type: ignore[method-assign]
         busy = client.completions.create(model="dummy", prompt="Hi", max_tokens=1900, stream=True,
                                          extra_body={"ignore_eos": True})
-        queued = threading.Thread(target=client.completions.create, kwargs={"model": "dummy", "prompt": "Hi", "max_tokens": 1})
+        queued = threading.Thread(target=client.completions.create,
+                                  kwargs={"model": "dummy", "prompt": "Hi", "max_tokens": 1})
         queued.start()
         wait_until(lambda: server.engine.scheduler.waiting)
         begin = time.monotonic()
@@ -168,6 +174,29 @@ def test_a_request_that_takes_too_long_ends_with_504_or_an_error_in_its_stream()
 
 
 # ---- connections ----
+
+
+@pytest.mark.parametrize(("stream", "fields"), [(True, {}), (False, {}), (True, {"n": 4}), (False, {"prompt": ["a", "b"]})])
+def test_a_client_that_goes_away_has_its_work_stopped_within_two_steps(stream: bool, fields: dict[str, Any]) -> None:
+    with serve_in_thread() as server:
+        steps: list[Any] = []
+        execute = server.engine.worker.execute
+
+        def execute_slowly(output: Any) -> Any:
+            steps.append(output)
+            time.sleep(0.2)
+            return execute(output)
+
+        server.engine.worker.execute = execute_slowly  # type: ignore[method-assign]
+        connection = server.connect(COMPLETIONS, {**LONG, "stream": stream, **fields})
+        if stream:
+            receive_until(connection, b"data: ")
+        wait_until(lambda: len(steps) >= 3)
+        num_steps = len(steps)
+        hang_up(connection)
+        server.wait_drained()
+        time.sleep(0.5)  # a further step would come now
+        assert len(steps) - num_steps <= 2
 
 
 def test_OV_02_clients_that_never_read_slow_nobody_down_and_hold_little_memory(server: Server) -> None:

@@ -116,8 +116,9 @@ class TextEndpoints:
 
     def _render(self, body: ChatRequest) -> Json:
         name = self._check_model(body.model)
+        tools = body.tool_use(self._tokenizer("messages").chat_template)
         with named({"prompt": "messages"}):
-            text = render_chat(self._engine, body.messages, body.template_options())
+            text = render_chat(self._engine, body.messages, {**body.template_options(), "tools": tools and tools.tools})
             token_ids = self._encode(text, add_special_tokens=False)
         return {"model": name, "prompt": text, "prompt_token_ids": token_ids, "count": len(token_ids)}
 
