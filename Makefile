@@ -3,8 +3,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 
-.PHONY: serve test lint install install-dev demo clean
+.PHONY: serve test test-clients lint install install-dev demo clean
 
 serve: $(VENV)/.installed
 	$(BIN)/vllm-mini serve
@@ -14,6 +15,15 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# other people's clients against a real server, in an environment of their own
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed
+	cd client_tests && ../$(CLIENTS)/bin/python -m pytest -c /dev/null --rootdir . -p no:cacheprovider .
+
+$(CLIENTS)/.installed: client_tests/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet -r $<
+	touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -37,4 +47,4 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) build *.egg-info
