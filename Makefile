@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
-.PHONY: serve test test-clients lint install install-dev demo clean
+.PHONY: serve test test-clients soak lint install install-dev demo clean
 
 serve: $(VENV)/.installed
 	$(BIN)/vllm-mini serve
@@ -19,6 +19,10 @@ test: $(VENV)/.installed-dev
 # other people's clients against a real server, in an environment of their own
 test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed
 	cd client_tests && ../$(CLIENTS)/bin/python -m pytest -c /dev/null --rootdir . -p no:cacheprovider .
+
+# ten minutes of clients that hang, leave and send garbage
+soak: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/soak.py
 
 $(CLIENTS)/.installed: client_tests/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
