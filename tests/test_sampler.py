@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_mini.sampler import SamplingMetadata, TokenPairs, gather_logprobs, sample, uniform_numbers
+from vllm_mini.sampler import AllowedTokens, SamplingMetadata, TokenPairs, gather_logprobs, sample, uniform_numbers
 
 VOCAB = 50
 
@@ -199,3 +199,34 @@ def test_logprobs_are_those_before_temperature_and_truncation():
 def test_more_alternatives_than_the_vocabulary_has_gives_the_whole_vocabulary():
     _, top_ids, _ = gather_logprobs(make_logits(1), torch.tensor([0]), VOCAB + 10)
     assert sorted(top_ids[0].tolist()) == list(range(VOCAB))
+
+
+def test_only_allowed_tokens_are_drawn_and_rows_without_a_mask_are_untouched():
+    logits = make_logits()
+    mask = torch.zeros(1, VOCAB, dtype=torch.bool)
+    mask[0, [3, 30]] = True
+    allowed = AllowedTokens(torch.tensor([1]), mask)
+    metadata = SamplingMetadata(temperature=torch.zeros(3), allowed=allowed, num_logprobs=2)
+    output = sample(logits.repeat(3, 1), metadata)
+    best = logits[0].argmax().item()
+    assert output.token_ids.tolist() == [best, 3 if logits[0, 3] > logits[0, 30] else 30, best]
+    assert set(output.top_token_ids[1].tolist()) == {3, 30}
+    assert output.top_logprobs[1].exp().sum().item() == pytest.approx(1)
+    assert torch.equal(output.logprobs[0], logits.log_softmax(-1)[0, best])
+
+
+def test_a_ban_is_not_kept_where_it_would_leave_nothing():
+    logits = make_logits(2)
+    mask = torch.zeros(1, VOCAB, dtype=torch.bool)
+    mask[0, 7] = True
+    pairs = TokenPairs(torch.tensor([0, 1]), torch.tensor([7, logits[1].argmax().item()]))
+    metadata = SamplingMetadata(temperature=torch.zeros(2), allowed=AllowedTokens(torch.tensor([0]), mask), banned=pairs)
+    drawn = sample(logits.clone(), metadata).token_ids.tolist()
+    assert drawn == [7, logits[1].argsort(descending=True)[1].item()]
+
+
+def test_a_row_that_is_not_a_number_is_noticed_behind_a_mask_too():
+    mask = torch.ones(1, VOCAB, dtype=torch.bool)
+    mask[0, 0] = False
+    metadata = SamplingMetadata(temperature=torch.zeros(1), allowed=AllowedTokens(torch.tensor([0]), mask))
+    assert sample(torch.full((1, VOCAB), float("nan")), metadata).token_ids.tolist() == [-1]

@@ -332,6 +332,9 @@ def test_the_last_token_of_a_complete_answer_has_its_text_and_offset(server):
     ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs"),
+    ({"response_format": response_format({"const": "\ud800"})}, "response_format"),
 ])
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_wrong_structure_is_a_400_that_names_its_field(server, fields, param, is_streamed):

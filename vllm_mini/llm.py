@@ -119,7 +119,7 @@ class LLM:
         if params is None:
             params = SamplingParams(**self.engine.default_params)
         if isinstance(params, SamplingParams):
-            return [params] * num_prompts
+            return [self.engine.prepare(params)] * num_prompts
         if len(params) != num_prompts:
             raise RequestError(f"got {len(params)} sampling_params for {num_prompts} prompts", param="sampling_params")
         return list(params)
