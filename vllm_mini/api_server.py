@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import html
 import logging
 import os
@@ -409,6 +410,9 @@ async def run_server(
         hurry_asked.set()
         _exit_soon()
         loop.call_soon_threadsafe(engine.cut_short)
+
+    gc.collect()
+    gc.freeze()  # or each full collection looks through all that was imported, and stops every thread for 0.2 s
 
     with _handling_signals(lambda: loop.call_soon_threadsafe(stop_asked.set), hurry):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))

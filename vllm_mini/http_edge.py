@@ -26,7 +26,7 @@ __all__ = ["ERROR_RESPONSE", "MAX_HEADER_BYTES", "APIError", "ClientDisconnected
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 4 * 2**20  # parsing JSON holds up the event loop, for 0.1 s where this much is numbers
 MAX_HELD_BYTES = 32 * MAX_BODY_BYTES  # of the bodies of all requests in progress
 BODY_TIMEOUT = 30.0  # seconds without a byte of a body that is still to come
 MAX_HEADER_BYTES = 64 * 2**10
