@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from vllm_mini.api_server import build_app, server_config
 from vllm_mini.async_engine import AsyncLLMEngine
@@ -95,17 +96,26 @@ def serve_in_thread(
     engine = engine or LLMEngine.from_config(EngineConfig(**{**SETTINGS, **config}))
     app = build_app(AsyncLLMEngine(engine, max_waiting=max_waiting),
                     **{"served_model_names": ["dummy"], **(app_settings or {})})
+    with serve_app(app) as url:
+        running = Server(engine, url)
+        try:
+            yield running
+        finally:
+            running.client.close()
+
+
+@contextlib.contextmanager
+def serve_app(app: FastAPI) -> Iterator[str]:
+    """Any application on a free port, served by a thread; its address."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle's delays on
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(server_config(app, "warning"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
-    running = Server(engine, f"http://127.0.0.1:{listener.getsockname()[1]}")
     try:
         wait_until(lambda: server.started or not thread.is_alive())
-        yield running
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        running.client.close()
         server.should_exit = True
         thread.join()
 

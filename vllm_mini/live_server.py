@@ -180,7 +180,7 @@ class FeedResponse(StreamingResponse):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnected, OSError):
+        with contextlib.suppress(ClientDisconnected, OSError, asyncio.CancelledError):  # the last: the server stops
             await until_disconnect(receive, self.stream_response(send))
 
 

@@ -54,6 +54,7 @@ class TraceWriter:
 
 def read_trace(path: Path) -> Iterator[Record]:
     """The records of a file. ConfigError for one that is no trace; a last line that was cut off is left out."""
+    number = 0
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -68,6 +69,8 @@ def read_trace(path: Path) -> Iterator[Record]:
                 yield record
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read: {getattr(error, 'strerror', 'not UTF-8')}") from error
+    if not number:
+        raise ConfigError(f"{path} is no trace: it is empty")
 
 
 def _check_first(path: Path, record: Any) -> None:
