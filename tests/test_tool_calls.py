@@ -8,6 +8,7 @@ import random
 import openai
 import pydantic
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from server import parse_events, serve_in_thread
 
 from vllm_mini.sequence import MAX_GRAMMAR_LENGTH, RequestError, StructuredOutputsParams
@@ -282,9 +283,10 @@ def test_a_call_that_is_cut_ends_with_length(hermes):
     {"tool_choice": "required", "max_tokens": 70, "tools": [WEATHER]}, {**say(f"a{CALL}"), "stop": ["days"]},
     {**say(f"a {CALL}"), "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
 ], ids=lambda fields: str(fields)[:50])
-def test_a_stream_joins_to_what_the_whole_answer_says(hermes, fields):
+def test_SS_02_a_stream_joins_to_what_the_whole_answer_says_and_its_content_is_never_null(hermes, fields):
     whole = post(hermes, **fields).json()
     chunks = parse_events(post(hermes, stream=True, stream_options={"include_usage": True}, **fields).content)
+    assert all(isinstance(part["delta"].get("content", ""), str) for chunk in chunks for part in chunk["choices"])
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
         parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
@@ -360,15 +362,18 @@ def client(smollm2_path):
         running.wait_drained()
 
 
-def test_openais_client_reads_calls_whole_and_streamed(client):
+def test_CC_04_openais_client_reads_calls_whole_and_streamed(client):
     settings = {"model": "dummy", "messages": MESSAGES, "tools": [WEATHER, NOW], "tool_choice": "required",
                 "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
-    whole = client.chat.completions.create(**settings).choices[0]
+    completion = client.chat.completions.create(**settings)
+    ChatCompletion.model_validate_json(completion.model_dump_json(), strict=True)
+    whole = completion.choices[0]
     (call,) = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls" and whole.message.content is None
     with client.chat.completions.stream(**settings) as stream:
-        for _ in stream:
-            pass
+        for event in stream:
+            if event.type == "chunk":
+                ChatCompletionChunk.model_validate_json(event.chunk.model_dump_json(), strict=True)
         final = stream.get_final_completion().choices[0]
     assert final.message.tool_calls[0].function.name == call.function.name
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
