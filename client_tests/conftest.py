@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -18,13 +19,13 @@ KEY = "secret"
 MODEL = "SmolLM2-135M-Instruct"
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[str]:
-    """The base URL, without /v1."""
+@contextlib.contextmanager
+def serve(*arguments: str) -> Iterator[str]:
+    """A server of its own, at this URL; it must end well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([COMMAND, "serve", "--port", str(port), "--api-key", KEY, "--dtype", "float32"])
+    process = subprocess.Popen([COMMAND, "serve", "--port", str(port), *arguments])
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
@@ -38,3 +39,10 @@ def server() -> Iterator[str]:
     finally:
         process.terminate()
         assert process.wait(30) == 0
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The base URL, without /v1, of the real model behind a key."""
+    with serve("--api-key", KEY, "--dtype", "float32") as url:
+        yield url

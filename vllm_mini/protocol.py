@@ -37,7 +37,13 @@ TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [Ids, {"type": "null"}]})]
 LogitBias = Annotated[Any, WithJsonSchema({"anyOf": [
     {"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]})]
 Structure = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})]
-Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]
+Messages = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "items": {
+    "type": "object", "required": ["role"], "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": {
+            "type": "object", "required": ["type", "text"],
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}}]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}}}})]
 
 
 class StreamOptions(BaseModel):
