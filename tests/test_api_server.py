@@ -1129,3 +1129,45 @@ def test_AP_02_a_real_model_without_a_first_token_refuses_an_empty_prompt(smollm
         assert ask_wrongly(smollm2, COMPLETIONS, {"model": "dummy", "prompt": prompt})["param"].startswith("prompt")
     assert ask(smollm2, COMPLETIONS, max_tokens=1)
     smollm2.wait_drained()
+
+
+# ---- a model that is spoiled ----
+
+
+@pytest.fixture
+def spoiled(server):
+    """From the fifth step on, the model's logits are not numbers; afterwards they are again."""
+    weight = server.engine.worker.model.model.norm.weight
+    good, steps = weight.clone(), []
+
+    def spoil(_: object) -> None:
+        steps.append(1)
+        if len(steps) == 5:
+            weight.fill_(math.nan)
+
+    server.engine.observers.append(spoil)
+    yield
+    server.engine.observers.remove(spoil)
+    weight.copy_(good)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_weights_that_are_no_numbers_give_errors_and_not_tokens(server, spoiled, path):
+    with server.client.stream("POST", path, json=body_for(path, stream=True, max_tokens=50)) as response:
+        events = response.read().decode()
+    assert response.status_code == 200  # it had begun well
+    *_, last, done = [line.removeprefix("data: ") for line in events.splitlines() if line]
+    assert loads_strictly(last)["error"]["type"] == "internal_error" and done == "[DONE]"
+    error = ask_wrongly(server, path, body_for(path), status=500)
+    assert error["type"] == "internal_error" and error["message"]
+    assert server.client.get("/health").status_code == 200
+
+
+def test_a_server_whose_weights_are_numbers_again_answers_as_before(server):
+    before = ask(server, COMPLETIONS, prompt="Hello again", max_tokens=20)
+    weight = server.engine.worker.model.model.norm.weight
+    good = weight.clone()
+    weight.fill_(math.nan)
+    ask_wrongly(server, COMPLETIONS, body_for(COMPLETIONS, prompt="Hello again"), status=500)
+    weight.copy_(good)
+    assert ask(server, COMPLETIONS, prompt="Hello again", max_tokens=20)["choices"] == before["choices"]
