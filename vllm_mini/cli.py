@@ -233,7 +233,8 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     _add_setting(group, "max_num_seqs", type=int, metavar="N", help="sequences that may run at once")
-    _add_setting(group, "max_num_batched_tokens", type=int, metavar="TOKENS", help="tokens that one step may compute")
+    _add_setting(group, "max_num_batched_tokens", type=int, metavar="TOKENS",
+                 help="tokens that one step may compute (default: 512 on a CPU, 2048 on a GPU)")
     _add_setting(group, "block_size", type=int, metavar="TOKENS", help="tokens in a KV block")
     _add_setting(group, "kv_cache_memory", type=_memory, metavar="SIZE",
                  help="KV cache on a CPU, such as 512MB or 2GiB (default: a quarter of free memory, 4 GiB at most)")

@@ -171,7 +171,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes, CPU; None: a share of free memory
     gpu_memory_utilization: float = 0.9  # share of the whole device, CUDA
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None  # None: 512 on a CPU, 2,048 elsewhere, the context without chunked prefill
     enable_chunked_prefill: bool = True
     enable_continuous_batching: bool = True  # False: static batching, to see what it costs
     enable_prefix_caching: bool = True
@@ -182,9 +182,9 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads; None: those this process may use
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "num_threads"):
+        for name in ("max_num_batched_tokens", "max_model_len", "num_kv_blocks", "kv_cache_memory", "num_threads"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if isinstance(self.num_host_blocks, bool) or not isinstance(self.num_host_blocks, int) or self.num_host_blocks < 0:
@@ -205,6 +205,14 @@ class EngineConfig:
                               "was trained for (max_position_embeddings); lower it, or set allow_long_max_model_len "
                               "to try anyway")
         return self.max_model_len
+
+
+    def resolve_token_budget(self, device_type: str, max_model_len: int) -> int:
+        """Tokens of a step: as given, else so many that a step of them on such a device does not take long."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        usual = 512 if device_type == "cpu" else 2048
+        return usual if self.enable_chunked_prefill else max(usual, max_model_len)
 
 
 def _check_positive(name: str, value: Any) -> None:

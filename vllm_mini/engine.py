@@ -18,7 +18,7 @@ from vllm_mini.scheduler import Scheduler, SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import RequestError, SamplingParams, Sequence, TokenLogprobs
 from vllm_mini.structured import GrammarCompiler, GrammarError
 from vllm_mini.tokenizer import Tokenizer
-from vllm_mini.worker import Worker
+from vllm_mini.worker import Worker, choose_device
 
 __all__ = ["LLMEngine", "StepError", "StepSnapshot", "TokenOutput"]
 
@@ -111,8 +111,10 @@ class LLMEngine:
         if max_model_len > model_config.max_position_embeddings:
             logger.warning("max_model_len %d is beyond the %d positions the model was trained for: expect nonsense there",
                            max_model_len, model_config.max_position_embeddings)
+        device = choose_device(config.device)
         scheduler_config = SchedulerConfig(
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.resolve_token_budget(device.type, max_model_len),
             max_model_len=max_model_len, enable_chunked_prefill=config.enable_chunked_prefill,
             enable_continuous_batching=config.enable_continuous_batching, preemption_mode=config.preemption_mode)
         tokenizer = Tokenizer.from_model(path, chat_template=config.chat_template)
@@ -121,7 +123,8 @@ class LLMEngine:
         eos_token_ids = {*model_config.eos_token_ids, *token_id_tuple(generation_config.get("eos_token_id")),
                          *(tokenizer.eos_token_ids if tokenizer else ())}
         default_params = _default_params(generation_config) if config.generation_config == "auto" else {}
-        worker = Worker(config, model_config, path, vocab_size=vocab_size)
+        worker = Worker(config, model_config, path, device=device, vocab_size=vocab_size,
+                        max_num_batched_tokens=scheduler_config.max_num_batched_tokens)
         block_manager = BlockManager(worker.num_blocks, config.block_size, num_host_blocks=config.num_host_blocks,
                                      enable_prefix_caching=config.enable_prefix_caching)
         engine = cls(Scheduler(scheduler_config, block_manager), worker, tokenizer, vocab_size=vocab_size,

@@ -20,7 +20,7 @@ from vllm_mini.paged_attention import ATTENTION_BACKENDS, allocate_kv_cache, cop
 from vllm_mini.scheduler import ScheduledSequence, SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import SamplingParams, Sequence
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "choose_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,15 @@ NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")  # CPU features, i
 class Worker:
     """Loads the model on its device, makes the K/V pools and executes steps."""
 
-    def __init__(self, config: EngineConfig, model_config: LlamaConfig, path: Path | None, *, vocab_size: int) -> None:
-        """ConfigError when the device, the weights or the memory cannot be had."""
+    def __init__(
+        self, config: EngineConfig, model_config: LlamaConfig, path: Path | None, *, device: torch.device,
+        max_num_batched_tokens: int, vocab_size: int,
+    ) -> None:
+        """ConfigError when the weights or the memory cannot be had. The largest step decides what memory it needs."""
         self.config = config
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.model_config = model_config
-        self.device = _choose_device(config.device)
+        self.device = device
         self.dtype = _choose_dtype(config.dtype, self.device)
         self.vocab_size = vocab_size
         if self.device.type == "cpu":
@@ -100,8 +104,8 @@ class Worker:
 
     def _profile_largest_step(self) -> int:
         """Run one step of max_num_batched_tokens on a pool of its own; returns the bytes of that pool."""
-        length = min(self.config.max_num_batched_tokens, self.model_config.max_position_embeddings)
-        num_seqs = -(-self.config.max_num_batched_tokens // length)
+        length = min(self.max_num_batched_tokens, self.model_config.max_position_embeddings)
+        num_seqs = -(-self.max_num_batched_tokens // length)
         blocks_each = -(-length // self.config.block_size)
         pool = self._allocate(num_seqs * blocks_each, self.device)
         runner = ModelRunner(self.model, pool, self.attention, vocab_size=self.vocab_size)
@@ -116,7 +120,8 @@ class Worker:
         return pool.nbytes
 
 
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """What a setting means here. ConfigError for a device that is unknown or not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
