@@ -86,7 +86,7 @@ const served = new Source("served", "");
 let sandbox = null;
 let source = served;
 let chosen = null; // sequence
-let isFollowing = true; // the chosen sequence follows what runs
+let isFollowing = true; // the oldest that runs is chosen
 const player = { timer: null };
 
 const onChoose = (seq) => {
@@ -304,10 +304,9 @@ function draw() {
 }
 
 function chooseSequence(state) {
-  if (isFollowing ? state.running.length && !state.tables.has(chosen) : !state.seqs.has(chosen)) {
-    chosen = state.running[0] ?? null;
-    isFollowing = true;
-  }
+  if (!isFollowing && state.seqs.has(chosen)) return;
+  chosen = state.running[0] ?? null;
+  isFollowing = true;
 }
 
 function drawControls() {
@@ -449,4 +448,4 @@ translate();
 connect(served);
 
 /** For tests, and for whoever opens the console: what the page knows. */
-window.miniVllm = { source: () => source, state: () => source.state, pool, timeline, chosen: () => chosen };
+window.miniVllm = { source: () => source, state: () => source.state, pool, timeline, queues, table, chosen: () => chosen, isDrawn: () => !isWanted, lastFrameCost: () => frameCost };

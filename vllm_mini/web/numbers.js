@@ -53,7 +53,7 @@ export function emptySlots(state) {
   if (!used) return null;
   const owners = state.owners();
   let filled = 0;
-  for (const block of owners.keys()) filled += state.contentOf(block, owners).filled;
+  for (const block of owners.keys()) filled += state.filledOf(block, owners);
   return 1 - filled / (used * state.config.block_size);
 }
 

@@ -83,19 +83,19 @@ export class PoolView {
   drawTile(context, state, block, x, y, size, { owners, order, colors }) {
     const holders = owners.get(block) ?? [];
     const kind = state.kindOf(block);
-    const content = kind === "unused" ? null : state.contentOf(block, owners);
+    const filled = kind === "used" ? state.filledOf(block, owners) : kind === "cached" ? state.contents.get(block)?.filled ?? 0 : 0;
     const strip = size >= 34 ? STRIP : 0;
     const palette = holders.map((id) => colorOf(state.seqs.get(id).number));
     const distinct = [...new Set(palette)];
     context.fillStyle = kind === "used" ? colors.soft : colors.panel;
     context.fillRect(x, y, size, size);
-    if (size < 16) this.drawLevel(context, state, x, y, size, { kind, content, distinct, colors });
-    else this.drawSlots(context, state, x, y, size, strip, { kind, content, distinct, colors });
+    if (size < 16) this.drawLevel(context, state, x, y, size, { kind, filled, distinct, colors });
+    else this.drawSlots(context, state, x, y, size, strip, { kind, filled, distinct, colors });
     context.lineWidth = kind === "used" ? 1.5 : 1;
-    context.setLineDash(kind === "cached" ? [3, 2] : []);
+    if (kind === "cached" && size >= 16) context.setLineDash([3, 2]);
     context.strokeStyle = kind === "used" ? distinct[0] : kind === "cached" ? colors.cached : colors.line;
     context.strokeRect(x + 0.5, y + 0.5, size - 1, size - 1);
-    context.setLineDash([]);
+    if (kind === "cached" && size >= 16) context.setLineDash([]);
     if (holders.length > 1 && size >= 12 && distinct.length === 1) {
       hatch(context, x + 1, y + 1 + strip, size - 2, size - 2 - strip, "rgba(255,255,255,.6)", Math.max(4, size / 6));
     }
@@ -108,9 +108,8 @@ export class PoolView {
     }
   }
 
-  drawLevel(context, state, x, y, size, { kind, content, distinct, colors }) {
-    if (!content) return;
-    const level = (size - 2) * (kind === "free" ? 0 : content.filled / state.config.block_size);
+  drawLevel(context, state, x, y, size, { kind, filled, distinct, colors }) {
+    const level = (size - 2) * (filled / state.config.block_size);
     context.fillStyle = kind === "used" ? distinct[0] : colors.cached;
     context.globalAlpha = kind === "used" ? 1 : 0.45;
     context.fillRect(x + 1, y + 1 + (size - 2 - level), size - 2, level);
@@ -131,12 +130,11 @@ export class PoolView {
     }
   }
 
-  drawSlots(context, state, x, y, size, strip, { kind, content, distinct, colors }) {
-    if (!content || kind === "free") return;
+  drawSlots(context, state, x, y, size, strip, { kind, filled, distinct, colors }) {
     const perRow = Math.ceil(Math.sqrt(state.config.block_size));
     const [width, height] = [(size - 2) / perRow, (size - 2 - strip) / Math.ceil(state.config.block_size / perRow)];
     context.globalAlpha = kind === "used" ? 1 : 0.4;
-    for (let slot = 0; slot < content.filled; slot++) {
+    for (let slot = 0; slot < filled; slot++) {
       const [column, row] = [slot % perRow, Math.floor(slot / perRow)];
       context.fillStyle = kind === "used" ? distinct[(column + row) % distinct.length] : colors.cached;
       context.fillRect(x + 1 + column * width + 0.5, y + 1 + strip + row * height + 0.5, width - 1, height - 1);

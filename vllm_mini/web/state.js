@@ -24,6 +24,7 @@ export class EngineState {
     this.numSeen = this.numSeen ?? 0; // requests met so far: what labels are made of
     this.requests = new Map();
     this.latest = null;
+    this.ownersAt = undefined;
     this.takeTotals(snapshot);
     this.meet(snapshot.seqs, snapshot.time, earlier);
     for (const seq of snapshot.seqs) this.addTokens(this.seqs.get(seq.id), seq.tokens, null);
@@ -143,8 +144,9 @@ export class EngineState {
     return { tokens: seq.tokens.slice(index * size, Math.min((index + 1) * size, seq.numTokens)), filled, seq: seq.id };
   }
 
-  /** Block -> ids of the sequences whose tables name it. */
+  /** Block -> ids of the sequences whose tables name it. Worked out once for each record. */
   owners() {
+    if (this.ownersAt === this.latest) return this.knownOwners;
     const owners = new Map();
     for (const [id, table] of this.tables) {
       for (const block of table) {
@@ -152,7 +154,18 @@ export class EngineState {
         else owners.set(block, [id]);
       }
     }
+    [this.ownersAt, this.knownOwners] = [this.latest, owners];
     return owners;
+  }
+
+  /** How many slots of a block hold K/V of its holders. */
+  filledOf(block, owners) {
+    const size = this.config.block_size;
+    let most = 0;
+    for (const id of owners.get(block) ?? []) {
+      most = Math.max(most, this.seqs.get(id).computed - this.tables.get(id).indexOf(block) * size);
+    }
+    return Math.min(most, size);
   }
 
   /** What is in a block now: its holder's tokens, or what the last holder left. */
