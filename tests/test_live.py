@@ -26,10 +26,11 @@ from vllm_mini import live_server
 from vllm_mini.async_engine import AsyncLLMEngine
 from vllm_mini.cli import main
 from vllm_mini.config import ConfigError, EngineConfig
-from vllm_mini.engine import LLMEngine
+from vllm_mini.engine import LLMEngine, StepError
 from vllm_mini.live import LiveRecorder
 from vllm_mini.live_server import LiveFeed, LiveSettings
 from vllm_mini.replay import build_replay_app
+from vllm_mini.scheduler import SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import SamplingParams
 from vllm_mini.top import Screen, feed
 from vllm_mini.trace import LiveState, Record, TraceWriter, read_trace, to_perfetto
@@ -282,6 +283,26 @@ def test_a_sink_that_fails_takes_no_step_down(caplog: pytest.LogCaptureFixture) 
     while watched.engine.has_unfinished():
         watched.engine.step()
     assert "nothing is recorded from here on" in caplog.text
+
+
+def test_a_failed_step_is_told_with_all_that_it_took_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    watched.add("a", prompt(9), max_tokens=4)
+    watched.run()
+    watched.add("b", prompt(9, seed=1))
+    watched.step()
+
+    def fail(output: SchedulerOutput) -> list[SequenceOutput]:
+        raise OSError("the device is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(watched.engine.worker, "execute", fail)
+        with pytest.raises(StepError):
+            watched.engine.step()
+    watched.add("c", prompt(9), max_tokens=2)
+    watched.step()
+    assert not watched.engine.scheduler.block_manager.num_prefix_hits, "the index was cleared"
+    watched.run()
 
 
 def test_hidden_texts_are_in_no_record() -> None:

@@ -97,6 +97,7 @@ class LiveRecorder:
         if self._has_changed():
             self._tell(lambda: {"type": "change", **self._difference(tuple(self._blocks.events[self._num_told_events :]))})
             self._num_told_events = len(self._blocks.events)
+            self._tell_if_prefixes_were_forgotten()
 
     def on_step(self, step: StepSnapshot) -> None:
         """The observer that the engine calls after each step."""
@@ -105,10 +106,14 @@ class LiveRecorder:
         events = step.events[self._num_told_events :]
         self._num_told_events = 0
         self._tell(lambda: self._describe_step(step.schedule) | self._difference(events, step.schedule, step.finished))
-        if not self._blocks.cached_blocks and self._num_told_prefixes:  # they were forgotten, without an event
+        self._tell_if_prefixes_were_forgotten()
+        self._step_start = self._clock()
+
+    def _tell_if_prefixes_were_forgotten(self) -> None:
+        """That happens to all blocks at once after a failure, without an event, so all has to be told again."""
+        if not self._blocks.cached_blocks and self._num_told_prefixes:
             self._tell(self.snapshot)
         self._num_told_prefixes = len(self._blocks.cached_blocks)
-        self._step_start = self._clock()
 
     def _tell(self, make: Callable[[], Record]) -> None:
         """Hand a record to all sinks. Whatever goes wrong with it must not take the engine's step down."""

@@ -124,7 +124,7 @@ export class PoolView {
     context.fillStyle = kind === "used" ? colors.ink : colors.muted;
     context.fillText(block, x + 4, y + 1 + STRIP / 2);
     if (count > 1) badge(context, x + size - 1, y + 1, `×${count}`, colors, size);
-    else if (kind === "cached") {
+    else if (kind === "cached" && context.measureText(`${block} ↺${order}`).width < size - 7) {
       context.textAlign = "right";
       context.fillText(`↺${order}`, x + size - 4, y + 1 + STRIP / 2);
     }

@@ -85,7 +85,7 @@ export class QueuesView {
     if (queue === "finished") return words.reason[seq.finishReason] ?? seq.finishReason ?? "";
     if (queue === "running") return "";
     const why = state.whyWaiting(seq.id);
-    if (!why || seq.joined > state.latest.time - 1e-9) return words.why.new();
+    if (!why) return words.why.new();
     return why.cause === "behind" ? words.why.behind(state.label(why.behind)) : words.why[why.cause](why.needed, why.left);
   }
 

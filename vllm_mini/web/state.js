@@ -24,6 +24,8 @@ export class EngineState {
     this.numSeen = this.numSeen ?? 0; // requests met so far: what labels are made of
     this.requests = new Map();
     this.latest = null;
+    this.refusal = null; // why the first in line did not get into the last step
+    this.stepTime = -1; // of the last step
     this.ownersAt = undefined;
     this.takeTotals(snapshot);
     this.meet(snapshot.seqs, snapshot.time, earlier);
@@ -65,6 +67,8 @@ export class EngineState {
     this.takeTotals(record);
     if (byStep) {
       this.step = record.step + 1;
+      this.stepTime = record.time;
+      this.refusal = record.refusal;
       for (const id of record.preempted) this.seqs.get(id).preemptions++;
     }
   }
@@ -194,15 +198,11 @@ export class EngineState {
 
   /** Why a sequence is not running: {cause, needed, left, behind}; null when it runs or has just come. */
   whyWaiting(id) {
-    const refusal = this.refusal;
-    if (!refusal) return null;
-    const [first, cause, needed, left] = refusal;
+    if (!this.refusal || this.seqs.get(id).joined > this.stepTime) return null;
+    const [first, cause, needed, left] = this.refusal;
     return id === first ? { cause, needed, left } : { cause: "behind", behind: first };
   }
 
-  get refusal() {
-    return this.latest?.refusal ?? null;
-  }
 }
 
 export function labelOf(number) {
