@@ -260,7 +260,7 @@ def model_logits(model: LlamaForCausalLM, token_ids: Sequence[int], *, start: in
     num_blocks = -(-num_tokens // block_size)
     kv_cache = allocate_kv_cache(num_blocks, block_size, num_layers=config.num_hidden_layers,
                                  num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-                                 dtype=model.lm_head.weight.dtype, device=torch.device("cpu"))
+                                 dtype=model.model.norm.weight.dtype, device=torch.device("cpu"))
     attention = TorchAttention()
     metadata = attention.prepare(AttentionMetadata(
         query_start_loc=np.array([0, num_tokens]), seq_lens=np.array([num_tokens]),

@@ -14,12 +14,14 @@ from checkpoints import (
     reference_logits,
 )
 
+from vllm_mini import LLM, SamplingParams
 from vllm_mini.config import ACTIVATIONS, ConfigError, LlamaConfig
 from vllm_mini.llama import (
     ACTIVATION_FUNCTIONS,
     DUMMY_CONFIG,
     DummyModel,
     LlamaForCausalLM,
+    can_pack,
     randomize,
     rope_frequencies,
 )
@@ -238,3 +240,28 @@ def test_random_weights_are_the_same_numbers_on_every_device():
 def test_ML_10_values_that_make_no_model_are_refused_by_name(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
         make_config(**changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("switch", [
+    {}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"hidden_size": 60, "head_dim": 18},
+], ids=str)
+def test_packed_weights_compute_the_same(switch, dtype):
+    assert can_pack(dtype)
+    reference = make_reference(**switch)
+    plain, packed = copy_of(reference, dtype), copy_of(reference, dtype)
+    packed.pack()
+    for length in (1, 2, 7, 40):
+        tokens = random_tokens(length)
+        rtol, atol = (1e-4, 1e-3) if dtype == torch.float32 else (5e-2, 0.3)
+        torch.testing.assert_close(model_logits(packed, tokens), model_logits(plain, tokens), rtol=rtol, atol=atol)
+    assert sum(name.endswith("proj.weight") for name, _ in packed.named_parameters()) == 0  # no second copy is kept
+
+
+def test_without_onednn_the_weights_stay_plain(monkeypatch, caplog):
+    monkeypatch.setattr("vllm_mini.llama.pack_weight", lambda weight: torch.ops.mkldnn.no_such_operation(weight))
+    assert not can_pack(torch.float32)
+    with caplog.at_level("INFO"):
+        llm = LLM("dummy", dtype="float32", num_kv_blocks=8)
+    assert "linear layers: plain" in caplog.text
+    assert llm.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)[0].outputs[0].token_ids

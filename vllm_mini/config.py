@@ -179,6 +179,7 @@ class EngineConfig:
     generation_config: Literal["auto", "none"] = "auto"  # "none": ignore the model's sampling defaults
     chat_template: str | None = None  # template text that replaces the model's own
     attention_backend: str = "auto"
+    pack_weights: bool = True  # on a CPU, where it can be had: twice as fast from 4 rows on
     num_threads: int | None = None  # CPU threads; None: those this process may use
 
     def __post_init__(self) -> None:

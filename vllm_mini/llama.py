@@ -32,8 +32,37 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Linear(nn.Linear):
     """A linear layer whose weights start unset: they are about to be read, and drawing them first takes seconds."""
 
+    packed_weight: Tensor | None = None
+
     def reset_parameters(self) -> None:
         pass
+
+    def pack(self) -> None:
+        """Replace the filled weight by a copy in the order in which oneDNN reads it."""
+        self.packed_weight = pack_weight(self.weight)
+        del self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.packed_weight is None else packed_linear(x, self.packed_weight, self.bias)
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this PyTorch has oneDNN's packed matrix products, for a CPU and this dtype. They are not public."""
+    try:
+        weight = pack_weight(torch.ones(16, 16, dtype=dtype, device="cpu"))
+        return packed_linear(torch.ones(2, 16, dtype=dtype, device="cpu"), weight, None).eq(16).all().item() is True
+    except (AttributeError, RuntimeError):  # NotImplementedError, for another dtype or CPU, is a RuntimeError
+        return False
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight [out, in] for packed_linear, good for any number of rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of x [rows, in]; what torch.compile's freezing calls."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
 
 
 class Embedding(nn.Embedding):
@@ -203,6 +232,7 @@ class LlamaForCausalLM(nn.Module):
         # Tied: one module under two names, which PyTorch lists once.
         self.lm_head = self.model.embed_tokens if config.tie_word_embeddings else Linear(
             config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.packed_head: Tensor | None = None  # of tied embeddings
         self.requires_grad_(False).eval()
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBackend,
@@ -216,7 +246,19 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Next-token scores of the given rows [R, hidden_size]: float32 [R, vocab_size]."""
+        if self.packed_head is not None:
+            return packed_linear(hidden, self.packed_head, None).float()
+        if isinstance(self.lm_head, Linear):
+            return self.lm_head(hidden).float()
         return F.linear(hidden, self.lm_head.weight).float()
+
+    def pack(self) -> None:
+        """Reorder all filled weights for a CPU; checkpoint_tensors() has no linear layers afterwards. See can_pack."""
+        if self.config.tie_word_embeddings:  # the embedding itself still has to be read by rows
+            self.packed_head = pack_weight(self.lm_head.weight)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every weight under its name in a Hugging Face checkpoint, as a view: copying into it fills the model."""

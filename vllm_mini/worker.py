@@ -13,7 +13,7 @@ import torch
 
 from vllm_mini.block_manager import Transfers
 from vllm_mini.config import ConfigError, EngineConfig, LlamaConfig
-from vllm_mini.llama import LlamaForCausalLM
+from vllm_mini.llama import LlamaForCausalLM, can_pack
 from vllm_mini.loader import load_model
 from vllm_mini.model_runner import ModelRunner
 from vllm_mini.paged_attention import ATTENTION_BACKENDS, allocate_kv_cache, copy_blocks
@@ -51,6 +51,8 @@ class Worker:
         self.attention = ATTENTION_BACKENDS["torch" if config.attention_backend == "auto" else config.attention_backend]()
         self.model: LlamaForCausalLM = load_model(
             path, model_config, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed)
+        if config.pack_weights and self.device.type == "cpu":
+            self._pack_weights()
         self.num_blocks = config.num_kv_blocks or self._num_blocks_from_memory()
         self.kv_cache = self._allocate(self.num_blocks, self.device)
         self.host_kv_cache = self._allocate(config.num_host_blocks, torch.device("cpu"))
@@ -67,6 +69,12 @@ class Worker:
         """Make the step's copies, then compute and sample; one answer for each scheduled sequence."""
         self._transfer(output.transfers)
         return self.runner.execute(output.scheduled) if output.scheduled else []
+
+    def _pack_weights(self) -> None:
+        if can_pack(self.dtype):
+            self.model.pack()
+        else:
+            logger.info("linear layers: plain, because this PyTorch has no packed ones for %s here", self.dtype)
 
     def _transfer(self, transfers: Transfers) -> None:
         copy_blocks(self.kv_cache, self.host_kv_cache, transfers.swap_out)
