@@ -43,7 +43,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --editable '.[structured]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
