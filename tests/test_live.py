@@ -233,6 +233,16 @@ def test_a_step_that_preempted_says_so_and_the_victim_comes_back() -> None:
     assert any(step["resumed"] == [1] for step in watched.steps[at:])
 
 
+def test_a_half_computed_prompt_that_is_swapped_out_gives_all_its_blocks_back() -> None:
+    watched = Watched(9, preemption_mode="swap", num_host_blocks=8, max_num_batched_tokens=2)
+    watched.add("a", prompt(8), max_tokens=12)
+    watched.add("b", prompt(20, seed=1), max_tokens=2)
+    watched.run()
+    swapped_out = next(event for step in watched.steps for event in step["events"] if event[0] == "swap_out")
+    assert 0 < len(swapped_out[2:]) < 5, "only what was computed is copied"
+    assert_trace_holds(watched.records, 9)
+
+
 def test_static_batching_lets_nobody_join() -> None:
     watched = Watched(enable_continuous_batching=False)
     for name, max_tokens in (("a", 3), ("b", 6)):

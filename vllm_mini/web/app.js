@@ -18,8 +18,8 @@ const SANDBOX_SPEED = 8;
 const TIGHT = { num_kv_blocks: 22, max_num_batched_tokens: 64, max_num_seqs: 64 };
 const MAX_FACTS = 2000;
 const SHOWN_FACTS = 200;
-const MIN_FRAME = 100; // ms between two pictures of a running engine
-const SHARE = 10; // and so many times what the last picture took: drawing shall not take the engine's CPU
+const MIN_FRAME = 150; // ms between two pictures of an engine at full speed
+const SHARE = 20; // and so many times what the last picture took: drawing shall not take the engine's CPU
 
 const $ = (id) => document.getElementById(id);
 
@@ -280,8 +280,8 @@ let drawnFacts = null;
 function requestDraw() {
   if (isWanted) return;
   isWanted = true;
-  const isBusy = source.state?.running.length && !source.isPaused;
-  const pause = isBusy ? Math.max(MIN_FRAME, SHARE * frameCost) : frameCost;
+  const isAtFullSpeed = source.position === null && source.history?.newest.running.length && !source.isPaused && source.speed === null;
+  const pause = isAtFullSpeed ? Math.max(MIN_FRAME, SHARE * frameCost) : 2 * frameCost;
   const wait = Math.max(0, lastFrame + pause - performance.now());
   setTimeout(() => requestAnimationFrame(draw), wait);
 }
