@@ -1,18 +1,22 @@
-"""Makes most generated requests name a model that is served and ask for few tokens, so that they reach the engine."""
+"""Makes most generated requests name a model that is served and ask for few tokens, so that they reach the engine soon."""
 
 from __future__ import annotations
 
 import schemathesis
 
 MODEL = "dummy"
+LIMITS = {"max_tokens": 20, "max_completion_tokens": 20, "n": 3}
 
 
 @schemathesis.hook
 def map_body(context, body):
-    if isinstance(body, dict) and "model" in body and len(str(body)) % 16:
+    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(str(body)) % 16:
         body["model"] = MODEL
-        if isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 20:
-            body["max_tokens"] = 20
+        if body.get("max_tokens") is None:
+            body["max_tokens"] = 5
+        for name, limit in LIMITS.items():
+            if isinstance(body.get(name), int) and body[name] > limit:
+                body[name] = limit
     return body
 
 
