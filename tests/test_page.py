@@ -228,6 +228,9 @@ def test_a_tight_pool_shows_who_makes_way_and_comes_back(page: Page) -> None:
     page.wait_for_selector("#queues .swapped li", timeout=TIMEOUT)
     why = "document.querySelector('#queues .swapped .why')?.textContent"
     until(page, f"/needs \\d+ blocks?, \\d+ free/.test({why})")
+    pause(page)
+    assert page.evaluate("miniVllm.state().finished.length") == 0, "a pause waits for no chat"
+    page.click("#pause")
     page.select_option("#speed", "null")
     page.wait_for_selector("#events .resumed")
     told = words(page)

@@ -141,11 +141,9 @@ async function startSandbox(settings) {
     setNotice(texts().failed(error.message));
     return false;
   }
-  sandbox?.abort.abort();
   sandbox = new Source("sandbox", "sandbox/");
   sandbox.speed = SANDBOX_SPEED;
   show(sandbox);
-  connect(sandbox);
   setNotice("");
   await new Promise((resolve) => {
     const timer = setInterval(() => sandbox.history && (clearInterval(timer), resolve()), 30);
@@ -153,9 +151,12 @@ async function startSandbox(settings) {
   return true;
 }
 
+/** Look at this source from now on. Only its feed stays open: browsers keep six connections, and four chats need theirs. */
 function show(target) {
   stopPlaying();
+  if (target !== source) source.abort?.abort();
   source = target;
+  if (source.mode === "live" && (source.abort?.signal.aborted ?? true)) connect(source);
   chosen = null;
   isFollowing = true;
   drawnFacts = null;
