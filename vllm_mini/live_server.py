@@ -12,7 +12,7 @@ import ipaddress
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -266,12 +266,14 @@ class LivePage:
         if not self._settings.page:
             return
         add_page(app)
-        app.add_api_route("/live/feed", self.feed, methods=["GET"], response_model=None)
+        routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [("GET", "/live/feed", self.feed)]
         if self._settings.may_set_pace:
-            app.add_api_route("/live/pace", self.set_pace, methods=["POST"], response_model=None)
+            routes.append(("POST", "/live/pace", self.set_pace))
         if self._settings.sandbox:
-            app.add_api_route("/live/sandbox", self.start_sandbox, methods=["POST"], response_model=None)
+            routes.append(("POST", "/live/sandbox", self.start_sandbox))
             app.mount("/sandbox", self._sandbox)
+        for method, path, endpoint in routes:
+            app.add_api_route(path, endpoint, methods=[method], response_model=None, include_in_schema=False)
 
     async def close(self) -> None:
         await self._sandbox.close()
@@ -335,5 +337,5 @@ def add_page(app: FastAPI) -> None:
     async def index() -> Response:
         return await web_file()
 
-    app.add_api_route("/", index, methods=["GET"], response_model=None)
-    app.add_api_route("/web/{name}", web_file, methods=["GET"], response_model=None)
+    app.add_api_route("/", index, methods=["GET"], response_model=None, include_in_schema=False)
+    app.add_api_route("/web/{name}", web_file, methods=["GET"], response_model=None, include_in_schema=False)
