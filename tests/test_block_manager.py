@@ -8,7 +8,7 @@ from fake_device import FakeDevice, make_block_manager, make_engine, make_sequen
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_mini.block_manager import BlockManager
+from vllm_mini.block_manager import BlockManager, Transfers
 from vllm_mini.sequence import Sequence, SequenceStatus
 
 
@@ -318,6 +318,25 @@ class TestHostBlocks:
         assert not set(child.block_table) & set(shared)
         blocks.check()
 
+    def test_a_block_may_be_copied_out_and_then_be_the_target_of_a_copy_in_one_step(self):
+        blocks = make_block_manager(3, 4, num_host_blocks=1)
+        device = FakeDevice(blocks)
+        parent, victim = make_sequence(0, 6), make_sequence(10, 4)
+        admit_and_compute(blocks, parent, victim)
+        device.write([(seq, 0, seq.num_tokens) for seq in (parent, victim)])
+        child = parent.fork(1)
+        blocks.fork(parent, child)
+        (given_up,) = victim.block_table
+        assert blocks.swap_out(victim)
+        assert blocks.grow(parent)
+        assert parent.block_table[1] == given_up
+        device.transfer(blocks.take_transfers())
+        device.read(parent, 6)
+        blocks.release(child)
+        assert blocks.admit(victim)
+        device.transfer(blocks.take_transfers())
+        device.read(victim, 4)
+
     def test_swapped_in_blocks_are_prefix_hits_again(self):
         blocks = make_block_manager(8, 4, num_host_blocks=8)
         seq = make_sequence(0, range(10))
@@ -564,6 +583,21 @@ class TestPrefixIndex:
         assert again.num_computed_tokens == 8, "what was computed since then may be shared"
         blocks.check()
 
+    def test_forgetting_prefixes_forgets_the_copies_of_the_failed_step_too(self):
+        # A step that fails while it is being decided leaves copies behind that nobody came for. The blocks they name
+        # have new owners by the next step, which would then write some of them twice.
+        blocks = make_block_manager(8, 4, num_host_blocks=4)
+        parent = make_sequence(prompt=6)
+        swapped = make_sequence(10, 6)
+        admit_and_compute(blocks, parent, swapped)
+        child = parent.fork(1)
+        blocks.fork(parent, child)
+        assert blocks.swap_out(swapped)
+        assert blocks.admit(swapped)
+        assert blocks.grow(child)
+        blocks.forget_prefixes()
+        assert blocks.take_transfers() == Transfers()
+
 
 class TestEvents:
     def test_events_tell_the_life_of_a_forked_sequence_in_order(self):
@@ -597,9 +631,30 @@ class TestEvents:
         assert blocks.admit(make_sequence(2, 12))
         assert [event.kind for event in blocks.take_events()].count("evict") == 2
 
+    def test_a_swap_out_tells_the_blocks_that_are_copied_and_no_others(self):
+        blocks = make_block_manager(8, 4, num_host_blocks=8)
+        seq = make_sequence(prompt=14)
+        assert blocks.admit(seq)
+        compute(blocks, seq, 6)
+        stored = tuple(seq.block_table[:2])
+        blocks.take_events()
+        assert blocks.swap_out(seq)
+        assert blocks.take_events() == (("swap_out", 0, stored),)
+
+    def test_nothing_is_told_of_the_release_of_nothing(self):
+        blocks = make_block_manager(8, 4, num_host_blocks=8)
+        seq = make_sequence()
+        blocks.release(seq)
+        assert blocks.take_events() == ()
+        admit_and_compute(blocks, seq)
+        assert blocks.swap_out(seq)
+        blocks.take_events()
+        blocks.release(seq)  # from the host, which no event tells of
+        assert blocks.take_events() == ()
+
 
 class TestCheck:
-    @pytest.mark.parametrize("fault", ["ref_count", "free_list", "index", "hash", "host", "table"])
+    @pytest.mark.parametrize("fault", ["ref_count", "free_list", "index", "hash", "host", "table", "twice"])
     def test_check_raises_on_any_difference(self, fault):
         blocks = make_block_manager(8, 4, num_host_blocks=2)
         seq = make_sequence(prompt=9)
@@ -615,6 +670,10 @@ class TestCheck:
             blocks.block_hashes[seq.block_table[2]] = b"other"
         elif fault == "host":
             blocks.free_host_blocks.pop()
+        elif fault == "twice":  # and counted twice
+            first, second, _ = seq.block_table
+            seq.block_table[1] = first
+            blocks.ref_counts[first], blocks.ref_counts[second], blocks.free_blocks[second] = 2, 0, None
         else:
             seq.block_table[1] = seq.block_table[0]
         with pytest.raises(AssertionError):

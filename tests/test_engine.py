@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoints import edit_config, write_byte_tokenizer, write_checkpoint, write_scripted_checkpoint
 from vllm_mini import LLM, ConfigError, RequestError, SamplingParams
+from vllm_mini.block_manager import Transfers
 from vllm_mini.engine import StepError
 
 MIXED = [
@@ -508,3 +509,13 @@ def test_NU_06_no_more_threads_than_this_process_may_use():
     environment = {**os.environ, "OMP_NUM_THREADS": "8"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert result.stdout.split() == ["1", "3"]
+
+
+def test_a_block_is_copied_out_before_a_copy_overwrites_it():
+    worker = make_llm(num_host_blocks=2).engine.worker
+    worker.kv_cache.normal_()
+    before, other = worker.kv_cache[:, :, 0].clone(), worker.kv_cache[:, :, 1].clone()
+    worker._transfer(Transfers(swap_out=[(0, 1)], copies=[(1, 0)]))
+    assert worker.host_kv_cache[:, :, 1].equal(before) and worker.kv_cache[:, :, 0].equal(other)
+    worker._transfer(Transfers(swap_in=[(1, 0)], copies=[(0, 5)]))
+    assert worker.kv_cache[:, :, 0].equal(before) and worker.kv_cache[:, :, 5].equal(before)

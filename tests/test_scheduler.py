@@ -12,7 +12,7 @@ import pytest
 from fake_device import FakeEngine, make_engine, make_scheduler, make_sequence, prompt_logprobs_alone, run_alone
 
 from vllm_mini.config import ConfigError, SchedulerConfig
-from vllm_mini.scheduler import SequenceOutput
+from vllm_mini.scheduler import Scheduler, SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import RequestError, SampledToken, Sequence, SequenceStatus
 
 MODES = [{"preemption_mode": "recompute"}] + [
@@ -29,6 +29,13 @@ def step_until_preempted(engine: FakeEngine) -> Sequence:
     while not (output := engine.step()).preempted:
         pass
     return output.preempted[0]
+
+
+def step_without_a_device(scheduler: Scheduler) -> SchedulerOutput:
+    output = scheduler.schedule()
+    scheduler.update(output, [SequenceOutput((SampledToken(7),) * item.num_samples) for item in output.scheduled])
+    scheduler.check()
+    return output
 
 
 def two_that_cannot_both_grow(**kwargs) -> FakeEngine:
@@ -320,6 +327,14 @@ class TestOrder:
         assert step_until_preempted(engine).seq_id == 2
         assert [seq.seq_id for seq in engine.scheduler.running] == [0, 1]
 
+    def test_nobody_makes_way_without_need(self):
+        # All three need a block in the same step; what the youngest held is enough for the two others.
+        engine = make_engine(9, 1)
+        engine.add(*(make_sequence(seq_id, 2, max_tokens=7) for seq_id in range(3)))
+        assert step_until_preempted(engine).seq_id == 2
+        assert [seq.seq_id for seq in engine.steps[-1].preempted] == [2]
+        assert [seq.seq_id for seq in engine.scheduler.running] == [0, 1]
+
     def test_several_victims_of_one_step_wait_in_order_of_arrival(self):
         # One block free, three runners that all need one in the same step.
         engine = make_engine(8, 1)
@@ -333,6 +348,17 @@ class TestOrder:
         assert any(victims)
         engine.check_outputs()
 
+    def test_victims_of_one_step_go_youngest_first(self):
+        # The choices hold nothing of their own, so it takes two of them until the first needs no copy of the block it
+        # is about to write.
+        engine = make_engine(2, 4)
+        engine.add(make_sequence(0, 6, max_tokens=2, n=3))
+        step_until_preempted(engine)
+        assert [seq.seq_id for seq in engine.steps[-1].preempted] == [2, 1]
+        assert [seq.seq_id for seq in engine.scheduler.swapped] == [1, 2]
+        engine.run()
+        engine.check_outputs()
+
     def test_a_step_that_preempted_admits_nobody(self):
         engine = two_that_cannot_both_grow()
         engine.add(make_sequence(2, 1, max_tokens=1), make_sequence(3, 1, max_tokens=1))
@@ -340,6 +366,15 @@ class TestOrder:
             output = engine.step()
             assert not output.preempted or not (output.admitted or output.resumed)
         assert engine.scheduler.num_preemptions
+
+    def test_a_step_that_preempted_does_not_take_its_victim_back(self):
+        # The victim computed for itself two blocks that the other holds too, so it would fit as soon as it is gone.
+        engine = make_engine(7, 4)
+        engine.add(make_sequence(0, range(9), max_tokens=12), make_sequence(1, range(9), max_tokens=12, prompt_logprobs=0))
+        victim = step_until_preempted(engine)
+        assert engine.steps[-1].resumed == ()
+        assert victim.status is SequenceStatus.SWAPPED
+        assert engine.step().resumed == (victim,), "this test is of no use unless it would have fitted"
 
     def test_nobody_waits_while_everything_fits(self):
         engine = make_engine(64, 4)
@@ -358,6 +393,107 @@ class TestOrder:
         assert len(engine.blocks.free_blocks) == 3
         engine.run()
         assert engine.scheduler.num_preemptions == 0
+
+    @pytest.mark.parametrize(("num_blocks", "num_running"), [(4, 3), (5, 4)])
+    def test_choices_still_to_be_forked_are_runners_that_need_a_block_too(self, num_blocks, num_running):
+        engine = make_engine(num_blocks, 4)
+        engine.add(make_sequence(0, 4, n=3), make_sequence(3, 4))
+        engine.step()
+        assert len(engine.scheduler.running) == num_running
+
+    def test_resuming_leaves_each_runner_a_block_to_grow_into(self):
+        # The victim computed for itself one block that the other holds too, so it fits again, but to the last block.
+        engine = make_engine(5, 4)
+        engine.add(make_sequence(0, range(5), max_tokens=7), make_sequence(1, range(5), max_tokens=7, prompt_logprobs=0))
+        victim = step_until_preempted(engine)
+        assert len(engine.blocks.free_blocks) == 2
+        while not engine.sequences[0].is_finished:
+            assert engine.step().resumed == ()
+        assert engine.step().resumed == (victim,)
+
+
+class TestRefusals:
+    """The first in line that a step left where it is, and why."""
+
+    @pytest.mark.parametrize(("config", "first", "second", "refusal"), [
+        ({}, {}, {}, None),
+        ({"num_blocks": 4}, {}, {}, ("blocks", 2 + 1, 2)),  # one more than its own for the runner to grow into
+        ({"num_blocks": 5}, {}, {}, None),
+        ({"num_blocks": 4}, {"prompt": range(9), "max_tokens": 4}, {"prompt": range(9), "max_tokens": 4},
+         ("blocks", 1 + 1, 1)),  # two of three are hits
+        ({"num_blocks": 4}, {"prompt": 4, "n": 3}, {"prompt": 4}, ("blocks", 1 + 3, 3)),
+        ({"max_num_batched_tokens": 8}, {}, {}, ("budget", 8, 0)),
+        ({"max_num_batched_tokens": 9}, {}, {}, None),
+        ({"max_num_batched_tokens": 15, "max_model_len": 15, "enable_chunked_prefill": False},
+         {"max_tokens": 4}, {"max_tokens": 4}, ("budget", 8, 7)),
+        ({"max_num_seqs": 3}, {"n": 2}, {"n": 2}, ("max_num_seqs", 2, 1)),
+        ({"max_num_seqs": 3}, {"n": 2}, {}, None),
+    ])
+    def test_a_newcomer_is_refused_with_what_it_needs_and_what_is_left(self, config, first, second, refusal):
+        scheduler = make_scheduler(**config)
+        newcomer = make_sequence(10, **second)
+        for seq in (make_sequence(0, **first), newcomer, make_sequence(20, 1, max_tokens=1)):
+            scheduler.add(seq)
+        output = scheduler.schedule()
+        if refusal is None:
+            assert newcomer in output.admitted
+        else:
+            assert output.refusal == (newcomer, *refusal)
+            assert scheduler.waiting[0] is newcomer
+
+    def test_free_blocks_that_a_newcomer_would_share_are_not_left_for_it_to_fill(self):
+        engine = make_engine(5, 4)
+        engine.run(make_sequence(0, range(9), max_tokens=1))
+        newcomer = make_sequence(2, range(13), max_tokens=1)  # four blocks, the first two of them still there
+        engine.add(make_sequence(1, 8), newcomer)
+        assert engine.step().refusal == (newcomer, "blocks", 2 + 1, 3 - 2)
+
+    def test_nobody_is_refused_when_nobody_is_left_waiting(self):
+        scheduler = make_scheduler(4)
+        first, second = make_sequence(0), make_sequence(1, max_tokens=1)
+        scheduler.add(first)
+        assert step_without_a_device(scheduler).refusal is None
+        scheduler.add(second)
+        assert step_without_a_device(scheduler).refusal is not None
+        scheduler.finish(first, "abort")
+        assert step_without_a_device(scheduler).refusal is None
+
+    @in_each_mode
+    def test_a_step_that_preempted_refuses_its_victim_for_that_and_later_ones_for_blocks(self, mode):
+        engine = two_that_cannot_both_grow(**mode)
+        engine.add(make_sequence(2, 1, max_tokens=1))
+        victim = step_until_preempted(engine)
+        assert engine.steps[-1].refusal == (victim, "preemption", 0, 0)
+        refusal = engine.step().refusal
+        assert (refusal.seq, refusal.cause) == (victim, "blocks")
+        assert refusal.num_needed > refusal.num_left
+
+
+class TestStaticBatching:
+    def test_nobody_joins_before_all_that_run_have_finished(self):
+        scheduler = make_scheduler(enable_continuous_batching=False)
+        first, second, late = make_sequence(0, max_tokens=2), make_sequence(1, max_tokens=4), make_sequence(2)
+        scheduler.add(first)
+        scheduler.add(second)
+        assert step_without_a_device(scheduler).admitted == (first, second), "a batch is as large as what waits for it"
+        scheduler.add(late)
+        for _ in range(3):
+            output = step_without_a_device(scheduler)
+            assert output.admitted == ()
+            assert output.refusal == (late, "batch", 0, 0)
+        assert first.is_finished and second.is_finished
+        assert step_without_a_device(scheduler).admitted == (late,)
+
+    def test_one_that_made_way_comes_back_to_its_batch(self):
+        scheduler = make_scheduler(10, 1, enable_continuous_batching=False)
+        batch = [make_sequence(seq_id, 2, max_tokens=8) for seq_id in range(3)]
+        for seq in batch:
+            scheduler.add(seq)
+        assert step_without_a_device(scheduler).admitted == tuple(batch)
+        step_without_a_device(scheduler)
+        assert step_without_a_device(scheduler).preempted == (batch[2],)
+        scheduler.finish(batch[1], "abort")
+        assert step_without_a_device(scheduler).resumed == (batch[2],)
 
 
 class TestPreemption:
@@ -430,6 +566,15 @@ class TestPreemption:
         resumed = [item for output in engine.steps for item in output.scheduled if item.seq in output.resumed]
         assert [item.start for item in resumed] == [num_computed]
         engine.check_outputs()
+
+    def test_recomputing_an_output_is_called_a_prefill_even_beyond_the_prompt(self):
+        engine = make_engine(5, 4)
+        engine.add(make_sequence(0, range(8), max_tokens=12), make_sequence(1, range(8), max_tokens=12))
+        victim = step_until_preempted(engine)
+        engine.run()
+        (item,) = (item for output in engine.steps for item in output.scheduled if item.seq in output.resumed)
+        assert (item.seq, item.start, item.num_tokens) == (victim, 8, 5), "all of its prompt was to be a hit"
+        assert item.is_prefill
 
     @pytest.mark.parametrize("num_requests", [2, 5])
     @in_each_mode
@@ -708,7 +853,7 @@ class TestCounters:
 
 
 class TestCheck:
-    @pytest.mark.parametrize("fault", ["status", "order", "queue", "computed", "table"])
+    @pytest.mark.parametrize("fault", ["status", "order", "queue", "computed", "table", "blocks", "seats", "counts"])
     def test_check_raises_when_queues_and_blocks_do_not_agree(self, fault):
         scheduler = make_scheduler()
         for seq_id in range(3):
@@ -725,6 +870,12 @@ class TestCheck:
             scheduler.waiting.append(first)
         elif fault == "computed":
             first.num_computed_tokens = first.num_tokens
+        elif fault == "blocks":
+            first.block_table = []
+        elif fault == "seats":
+            scheduler.max_num_seqs = 2
+        elif fault == "counts":
+            scheduler.block_manager.ref_counts[first.block_table[0]] += 1
         else:
             scheduler.running.pop()
         with pytest.raises(AssertionError):
