@@ -495,6 +495,20 @@ class TestStaticBatching:
         scheduler.finish(batch[1], "abort")
         assert step_without_a_device(scheduler).resumed == (batch[2],)
 
+    def test_nobody_joins_one_that_comes_back_alone(self):
+        scheduler = make_scheduler(10, 1, enable_continuous_batching=False)
+        batch = [make_sequence(seq_id, 2, max_tokens=8) for seq_id in range(3)]
+        for seq in batch:
+            scheduler.add(seq)
+        for _ in range(3):
+            output = step_without_a_device(scheduler)
+        assert output.preempted == (batch[2],)
+        scheduler.add(make_sequence(3))
+        for seq in batch[:2]:
+            scheduler.finish(seq, "abort")
+        output = step_without_a_device(scheduler)
+        assert (output.resumed, output.admitted, output.refusal.cause) == ((batch[2],), (), "batch")
+
 
 class TestPreemption:
     @pytest.mark.parametrize("max_tokens", [2, 20])

@@ -134,7 +134,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         resumed: list[Sequence] = []
         refusal: Refusal | None = None
-        is_closed = bool(self.running) and not self.config.enable_continuous_batching  # static batching: nobody joins
+        has_begun = bool(self.running or self.swapped)
+        is_closed = has_begun and not self.config.enable_continuous_batching  # static batching: nobody joins
         while self.swapped or self.waiting:
             queue, joined = (self.swapped, resumed) if self.swapped else (self.waiting, admitted)
             refusal = self._admit(queue[0], budget, preempted, is_closed=is_closed and not self.swapped)
