@@ -503,7 +503,7 @@ class TestStaticBatching:
         for _ in range(3):
             output = step_without_a_device(scheduler)
         assert output.preempted == (batch[2],)
-        scheduler.add(make_sequence(3))
+        scheduler.add(make_sequence(3, 2))
         for seq in batch[:2]:
             scheduler.finish(seq, "abort")
         output = step_without_a_device(scheduler)
@@ -873,7 +873,7 @@ class TestCheck:
         for seq_id in range(3):
             scheduler.add(make_sequence(seq_id))
         scheduler.update(output := scheduler.schedule(), [SequenceOutput((SampledToken(1),)) for _ in output.scheduled])
-        scheduler.add(make_sequence(3))
+        scheduler.add(make_sequence(3, 2))
         scheduler.check()
         first = scheduler.running[0]
         if fault == "status":
