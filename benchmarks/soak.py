@@ -132,7 +132,7 @@ class Storm:
 
     async def send_bad_body(self) -> None:
         body = self._random.choice(BAD_BODIES)
-        await self._expect("/v1/chat/completions", body.replace(b"%s", self.model.encode()), {400, 404})
+        await self._expect("/v1/chat/completions", body.replace(b"%s", self.model.encode()), {400, 404, 429})
         self.counts["faults"] += 1
 
     async def hang_in_body(self) -> None:
