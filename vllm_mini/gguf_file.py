@@ -102,8 +102,26 @@ class GGUFFile:
             return self._read_string()
         if kind == ARRAY:
             kind, length = self._read("<I"), self._read("<Q")
-            return [self._read_value(kind) for _ in range(length)]
+            if kind in SCALARS:
+                return self._read_scalars(f"<{length}{SCALARS[kind][1]}")
+            return self._read_strings(length) if kind == STRING else [self._read_value(kind) for _ in range(length)]
         return self._read(SCALARS[kind])
+
+    def _read_scalars(self, layout: str) -> list[Any]:
+        values = struct.unpack_from(layout, self._bytes, self._offset)
+        self._offset += struct.calcsize(layout)
+        return list(values)
+
+    def _read_strings(self, length: int) -> list[str]:
+        """A vocabulary, or its merges: 50,000 strings and more, so without a call for each."""
+        data, offset, read_size = self._bytes, self._offset, struct.Struct("<Q").unpack_from
+        strings = []
+        for _ in range(length):
+            start = offset + 8
+            offset = start + read_size(data, offset)[0]
+            strings.append(data[start:offset].decode("utf-8"))
+        self._offset = offset
+        return strings
 
     def _read_tensor(self) -> GGUFTensor:
         dims = [self._read("<Q") for _ in range(self._read("<I"))]  # the fastest first
