@@ -331,6 +331,23 @@ def test_AB_10_what_does_not_finish_in_time_gets_an_error_event(number):
         assert time.monotonic() - start < 3
 
 
+def test_a_killed_server_leaves_nobody_waiting_and_its_port_to_the_next():
+    with serve_process("dummy") as process:
+        server = process.connect()
+        with server.client:
+            connections = open_streams(server, 4, max_tokens=1900)
+            process.signal(signal.SIGKILL)
+            for connection in connections:
+                with contextlib.suppress(ConnectionResetError):
+                    assert b"[DONE]" not in receive_until(connection, b"")
+                connection.close()
+        assert process.wait(5) == -signal.SIGKILL
+    with serve_process("dummy", "--port", server.url.rpartition(":")[2]) as process:
+        server = process.connect()
+        with server.client:
+            assert server.chat().status_code == 200
+
+
 def test_AB_10_a_second_signal_ends_it_at_once_and_the_port_is_free():
     with serve_process("dummy", "--drain-timeout", "60") as process:
         server = process.connect()
