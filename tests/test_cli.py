@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from server import parse_events, receive_until, serve_process, wait_until
@@ -509,6 +510,16 @@ class Terminal:
     def type(self, text):
         os.write(self.master, text)
 
+    def wait_for_input(self):
+        """Until it waits for input: a signal that comes between the prompt and that is lost on Python's readline."""
+        program = psutil.Process(self.process.pid)
+
+        def is_asleep():
+            time.sleep(0.05)
+            return program.status() == psutil.STATUS_SLEEPING
+
+        wait_until(lambda: all(is_asleep() for _ in range(4)), what="asleep")
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -531,6 +542,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(terminal):
         terminal.process.send_signal(signal.SIGINT)
         at = terminal.wait_for(b"\n> ", at)
     assert terminal.process.poll() is None
+    terminal.wait_for_input()
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(5) == 0
 
