@@ -118,6 +118,7 @@ def held(engine: LLMEngine) -> dict[str, Any]:
 
 
 def pause(page: Page) -> None:
+    until(page, "miniVllm.source().pace && !miniVllm.source().isPaused")  # the pause of an earlier page has ended
     page.click("#pause")
     until(page, "miniVllm.source().isPaused")
 
@@ -315,23 +316,30 @@ def test_a_saved_trace_shows_the_same_pictures(page: Page, open_page: Callable[.
             numbers: document.getElementById('numbers').textContent, step: miniVllm.state().step,
             events: document.getElementById('events').textContent})""")
 
-    live = [look(at) for at in (middle, len(records) - 1)]
+    def settled() -> list[dict[str, Any]]:
+        """Both pictures, once they come out the same twice: the page may still be taking in its last records."""
+        earlier: list[dict[str, Any]] = []
+        while (pictures := [look(at) for at in (middle, len(records) - 1)]) != earlier:
+            earlier = pictures
+        return pictures
+
+    live = settled()
     assert live[0] != live[1]
 
     def differences() -> list[str]:
-        again = [look(at) for at in (middle, len(records) - 1)]
+        again = settled()
         return [f"{at}: {name}" for at in (0, 1) for name in live[at] if again[at][name] != live[at][name]]
 
     page.set_input_files("#open-trace", path)
     until(page, "miniVllm.source().mode === 'replay'")
     assert drawn(page).locator("#status").text_content() == "replay of trace.jsonl"
-    assert differences() == []
+    wait_until(lambda: not differences(), what="the same pictures")
 
     with serve_app(build_replay_app(path)) as url:
         page = open_page(url)
         until(page, "miniVllm.source().mode === 'replay' && miniVllm.state()")
         until(page, f"miniVllm.source().history.end === {len(records) - 1} && miniVllm.source().position === 1")
-        assert differences() == []
+        wait_until(lambda: not differences(), what="the same pictures")
         position = page.evaluate("miniVllm.source().end")
         look(0)
         page.click("#step")
