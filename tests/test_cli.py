@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import psutil
 import pytest
@@ -557,6 +558,16 @@ def test_ctrl_d_and_exit_leave_the_chat_and_no_control_character_reaches_the_ter
     assert not set(answer) & {*range(9), *range(11, 13), *range(14, 32), 127}
     terminal.type(b"\x04")
     assert terminal.process.wait(5) == 0
+
+
+@pytest.mark.parametrize(("of_the_model", "given", "expected"), [
+    ({}, {}, (0.2, 0.9)), ({"temperature": 0.6}, {}, (0.6, 0.9)),
+    ({"temperature": 0.6}, {"temperature": 0, "top_p": 1}, (0, 1)),
+])
+def test_the_terminal_samples_as_given_else_as_the_model_says_else_with_its_own_defaults(of_the_model, given, expected):
+    engine = types.SimpleNamespace(default_params=of_the_model)
+    params = cli._params(engine, given)
+    assert (params.temperature, params.top_p) == expected
 
 
 def test_fetch_shows_where_the_model_is(capsys, smollm2_path):

@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoints import edit_config, write_byte_tokenizer, write_checkpoint, write_scripted_checkpoint
 from vllm_mini import LLM, ConfigError, RequestError, SamplingParams
 from vllm_mini.block_manager import Transfers
+from vllm_mini.config import EngineConfig
 from vllm_mini.engine import StepError
 
 MIXED = [
@@ -519,3 +520,16 @@ def test_a_block_is_copied_out_before_a_copy_overwrites_it():
     assert worker.host_kv_cache[:, :, 1].equal(before) and worker.kv_cache[:, :, 0].equal(other)
     worker._transfer(Transfers(swap_in=[(1, 0)], copies=[(0, 5)]))
     assert worker.kv_cache[:, :, 0].equal(before) and worker.kv_cache[:, :, 5].equal(before)
+
+
+@pytest.mark.parametrize(("settings", "device_type", "budget"), [
+    ({}, "cpu", 512), ({}, "cuda", 2048), ({"max_num_batched_tokens": 77}, "cpu", 77),
+    ({"enable_chunked_prefill": False}, "cpu", 4096), ({"enable_chunked_prefill": False}, "cuda", 4096),
+], ids=str)
+def test_the_token_budget_is_chosen_by_device_unless_it_is_given(settings, device_type, budget):
+    assert EngineConfig(model="dummy", **settings).resolve_token_budget(device_type, max_model_len=4096) == budget
+
+
+def test_on_a_cpu_a_long_prompt_is_chunked_by_default():
+    scheduler = make_llm(device="cpu", max_model_len=1024).engine.scheduler
+    assert scheduler.config.max_num_batched_tokens == 512
