@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from vllm_mini.cli import main
 from vllm_mini.config import ConfigError, EngineConfig
 from vllm_mini.engine import LLMEngine, StepError
 from vllm_mini.live import LiveRecorder
-from vllm_mini.live_server import LiveFeed, LiveSettings
+from vllm_mini.live_server import FeedResponse, LiveFeed, LiveSettings
 from vllm_mini.replay import build_replay_app
 from vllm_mini.scheduler import SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import SamplingParams
@@ -769,3 +769,30 @@ def test_top_asks_for_the_key() -> None:
         with pytest.raises(ConfigError, match="--api-key"):
             next(feed(locked.url))
         assert next(feed(locked.url + "/v1", "secret"))["type"] == "hello"
+
+
+def test_a_watcher_that_leaves_while_something_is_written_for_it_is_gone_at_once() -> None:
+    """Not only when Python gets round to collecting what it left: its pause would last until then."""
+    left = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield b"data: {}\n\n"
+        finally:
+            left.append("the watcher")
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()  # its socket takes no more
+
+    async def watch() -> None:
+        stream = events()
+        await FeedResponse(stream)({"type": "http"}, receive, send)
+        assert left == ["the watcher"]
+
+    asyncio.run(watch())

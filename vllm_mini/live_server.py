@@ -12,7 +12,7 @@ import ipaddress
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -77,7 +77,7 @@ class LiveFeed:
         self._loop: asyncio.AbstractEventLoop | None = None
         engine.on_stop.append(self._close)
 
-    def open_stream(self, *, after: int | None = None) -> AsyncIterator[bytes]:
+    def open_stream(self, *, after: int | None = None) -> AsyncGenerator[bytes, None]:
         """Server-sent events, from the record after number `after` on if that is still here. APIError: too many watch."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise APIError(503, f"{MAX_WATCHERS} pages watch already", type="service_unavailable")
@@ -99,7 +99,7 @@ class LiveFeed:
         self._engine.set_pace(*(math.inf if value is None else value for value in (steps_per_second, num_steps)))
         self._wake()
 
-    async def _stream(self, after: int | None) -> AsyncIterator[bytes]:
+    async def _stream(self, after: int | None) -> AsyncGenerator[bytes, None]:
         watcher, changed = secrets.token_hex(8), asyncio.Event()
         self._watchers[watcher] = changed
         try:
@@ -174,14 +174,17 @@ def _numbered(record: Record) -> bytes:
 class FeedResponse(StreamingResponse):
     """Server-sent events until they end or the client goes."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(events, media_type="text/event-stream",
                          headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected, OSError, asyncio.CancelledError):  # the last: the server stops
-            await until_disconnect(receive, self.stream_response(send))
+            try:
+                await until_disconnect(receive, self.stream_response(send))
+            finally:  # it may stand at a yield, where a cancelled task does not reach it
+                await self._events.aclose()
 
 
 class Pace(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -36,6 +36,6 @@ def _events(path: Path, num_records: int) -> Iterator[Record]:
     yield {"type": "end", "complete": True}
 
 
-async def _as_async(records: Iterator[Record]) -> AsyncIterator[bytes]:
+async def _as_async(records: Iterator[Record]) -> AsyncGenerator[bytes, None]:
     for record in records:
         yield event(record)
