@@ -100,25 +100,36 @@ def test_NU_02_secrets_stay_with_their_prompts_alone_batched_and_reversed(llm):
         assert not any(other in alone[index].text for other in words if other != word)
 
 
+@torch.inference_mode()
+def logits_after(model, results):
+    """The model's own float32 scores where each result's tokens were chosen: [all tokens, vocab_size]."""
+    return torch.cat([model(torch.tensor([result.prompt_token_ids + result.outputs[0].token_ids])).logits[
+        0, len(result.prompt_token_ids) - 1 : -1].float() for result in results])
+
+
 def test_NU_05_bfloat16_stays_near_transformers_bfloat16(smollm2_path, reference):
+    """Equal tokens cannot be asked of bfloat16: scores that tie after rounding fall as the CPU's kernels round. But no
+    token may be worse than such a tie, and the scores are no further from float32's than transformers' bfloat16 ones."""
     llm = LLM(str(smollm2_path), dtype="bfloat16", num_kv_blocks=200)
-    half = reference.to(torch.bfloat16)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=5)
+    results = llm.generate(VARIED[:10], params, progress=False)
+    outputs = [result.outputs[0] for result in results]
+    exact = logits_after(reference, results)
     try:
-        num_equal, worst = 0, 0.0
-        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0)
-        for result in llm.generate(VARIED[:10], params, progress=False):
-            prompt, output = result.prompt_token_ids, result.outputs[0]
-            with torch.inference_mode():
-                generated = half.generate(torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
-                logits = half(torch.tensor([prompt + output.token_ids])).logits[0].float()
-            num_equal += generated[0, len(prompt) :].tolist() == output.token_ids[:10]
-            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            chosen = logprobs.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
-            worst = max(worst, (chosen - torch.tensor([entry.logprob for entry in output.logprobs])).abs().median().item())
-        assert num_equal >= 8
-        assert worst < 0.05
+        half = logits_after(reference.to(torch.bfloat16), results)
     finally:
         reference.to(torch.float32)
+    chosen = torch.tensor([token_id for output in outputs for token_id in output.token_ids])
+    best = half.max(-1).values
+    rounding = 2 ** (best.log2().floor() - 7)  # between neighbouring bfloat16 numbers of that size
+    assert ((best - half.gather(1, chosen[:, None])[:, 0]) / rounding).max() <= 2
+
+    entries = [entry for output in outputs for entry in output.logprobs]
+    ids = torch.tensor([[token_id for token_id, _ in entry.top] for entry in entries])  # [all tokens, 5]
+    ours = torch.tensor([[logprob for _, logprob in entry.top] for entry in entries])
+    expected = exact.log_softmax(-1).gather(1, ids)
+    our_error = (ours - expected).abs().mean()
+    assert our_error <= 1.1 * (half.log_softmax(-1).gather(1, ids) - expected).abs().mean()
 
 
 def test_NU_05_float16_works_on_this_device(smollm2_path):
