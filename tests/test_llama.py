@@ -247,7 +247,9 @@ def test_ML_10_values_that_make_no_model_are_refused_by_name(changes):
     {}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"hidden_size": 60, "head_dim": 18},
 ], ids=str)
 def test_packed_weights_compute_the_same(switch, dtype):
-    assert can_pack(dtype)
+    if not can_pack(dtype):
+        assert dtype != torch.float32  # older CPUs have no packed bfloat16
+        pytest.skip(f"this CPU packs no {dtype}")
     reference = make_reference(**switch)
     plain, packed = copy_of(reference, dtype), copy_of(reference, dtype)
     packed.pack()
@@ -259,7 +261,7 @@ def test_packed_weights_compute_the_same(switch, dtype):
 
 
 def test_without_onednn_the_weights_stay_plain(monkeypatch, caplog):
-    monkeypatch.setattr("vllm_mini.llama.pack_weight", lambda weight: torch.ops.mkldnn.no_such_operation(weight))
+    monkeypatch.setattr("vllm_mini.llama.pack_for_onednn", lambda *layer: torch.ops.mkldnn.no_such_operation(*layer))
     assert not can_pack(torch.float32)
     with caplog.at_level("INFO"):
         llm = LLM("dummy", dtype="float32", num_kv_blocks=8)
