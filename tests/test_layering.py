@@ -4,7 +4,8 @@
                       llm, metrics, protocol, replay, text_endpoints, top, trace, __init__, __main__
     3  engine         async_engine, chat_template, detokenizer, engine, structured, tokenizer, tokenizer_files, tool_calls
     2  execution      model_runner, worker
-    1  control plane  block_manager, scheduler     |     data plane  gguf_file, llama, loader, paged_attention, sampler
+    1  control plane  block_manager, scheduler     |     data plane  cpu_kernels, gguf_file, llama, loader, paged_attention,
+                                                              sampler
     0  vocabulary     config, sequence
 """
 
@@ -25,7 +26,7 @@ MODULES = {path.stem: path for path in sorted((ROOT / PACKAGE).glob("*.py"))}
 
 VOCABULARY = {"config", "sequence"}
 CONTROL_PLANE = {"block_manager", "scheduler"}
-DATA_PLANE = {"gguf_file", "llama", "loader", "paged_attention", "sampler"}
+DATA_PLANE = {"cpu_kernels", "gguf_file", "llama", "loader", "paged_attention", "sampler"}
 EDGES = {"__init__", "__main__", "answers", "api_server", "cli", "demo", "fetch", "http_connection", "http_edge", "live",
          "live_server", "llm", "metrics", "protocol", "replay", "text_endpoints", "top", "trace"}
 
@@ -39,13 +40,15 @@ ALLOWED = {
     "scheduler": {"block_manager", "config", "sequence"},
     # data plane: no sequences, no scheduler. paged_attention shows BlockManager's blocks as views of the pool.
     "paged_attention": {"block_manager", "config"},
-    "llama": {"config", "paged_attention"},
+    "cpu_kernels": {"config", "paged_attention"},
+    "llama": {"config", "cpu_kernels", "paged_attention"},
     "gguf_file": {"config"},
     "loader": {"config", "gguf_file", "llama"},
     "sampler": {"config"},
     # execution: model_runner turns sequences into tensors; worker hands it steps and makes one up to measure memory
     "model_runner": {"config", "llama", "paged_attention", "sampler", "scheduler", "sequence"},
-    "worker": {"block_manager", "config", "llama", "loader", "model_runner", "paged_attention", "scheduler", "sequence"},
+    "worker": {"block_manager", "config", "cpu_kernels", "llama", "loader", "model_runner", "paged_attention", "scheduler",
+               "sequence"},
     # engine
     "chat_template": {"config", "sequence"},
     "tokenizer_files": {"config", "gguf_file"},

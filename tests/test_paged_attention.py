@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from vllm_mini.paged_attention import (
-    ATTENTION_BACKENDS,
     AttentionMetadata,
     Block,
     BlockManager,
+    TorchAttention,
     allocate_kv_cache,
     copy_blocks,
 )
@@ -58,12 +58,13 @@ def run_paged(backend, sizes, *, num_heads=4, num_kv_heads=2, head_dim=8, block_
     query_lens = np.array([query_len for query_len, _ in sizes])
     metadata = AttentionMetadata(np.concatenate([[0], query_lens.cumsum()]), np.array([length for _, length in sizes]),
                                  padded, torch.tensor(slots), block_size)
-    attention = ATTENTION_BACKENDS[backend]()
+    attention = BACKENDS[backend]()
     output = attention.forward(torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), cache[0, 0], cache[1, 0],
                                attention.prepare(metadata))
     return output, torch.cat(expected)
 
 
+BACKENDS = {"torch": TorchAttention}
 SHAPES = [
     [(1, 1)],
     [(1, 17), (1, 4), (1, 300)],
@@ -73,7 +74,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (4, 1), (9, 3)])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_paged_attention_equals_dense_attention(backend, heads, sizes):
@@ -81,7 +82,7 @@ def test_paged_attention_equals_dense_attention(backend, heads, sizes):
     torch.testing.assert_close(paged.double(), dense, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_paged_attention_equals_dense_attention_on_random_batches(backend):
     rng = np.random.default_rng(0)
     for seed in range(40):
@@ -93,7 +94,7 @@ def test_paged_attention_equals_dense_attention_on_random_batches(backend):
         torch.testing.assert_close(paged.double(), dense, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1e38])
 def test_NU_01_whatever_unwritten_slots_hold_changes_nothing(backend, fill):
     for sizes in SHAPES:
@@ -102,7 +103,7 @@ def test_NU_01_whatever_unwritten_slots_hold_changes_nothing(backend, fill):
         assert torch.equal(dirty, clean)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_paged_attention_in_half_precision_stays_near_the_exact_value(backend, dtype):
     paged, dense = run_paged(backend, SHAPES[-1], dtype=dtype, head_dim=64)

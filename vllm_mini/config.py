@@ -178,7 +178,7 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     generation_config: Literal["auto", "none"] = "auto"  # "none": ignore the model's sampling defaults
     chat_template: str | None = None  # template text that replaces the model's own
-    attention_backend: str = "auto"
+    attention_backend: Literal["auto", "torch", "cpp"] = "auto"  # cpp: the kernels for bfloat16 on a CPU
     pack_weights: bool = True  # on a CPU, where it can be had: twice as fast from 4 rows on
     num_threads: int | None = None  # CPU threads; None: those this process may use
 
@@ -195,6 +195,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
+        _check_choice("attention_backend", self.attention_backend, ("auto", "torch", "cpp"))
         _check_choice("generation_config", self.generation_config, ("auto", "none"))
 
     def resolve_max_model_len(self, trained_len: int) -> int:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_mini.config import LlamaConfig
+from vllm_mini.cpu_kernels import CpuKernels
 from vllm_mini.paged_attention import AttentionBackend, AttentionMetadata
 
 __all__ = ["ACTIVATION_FUNCTIONS", "DUMMY_CONFIG", "DummyModel", "LlamaForCausalLM", "randomize", "rope_frequencies"]
@@ -29,40 +30,39 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+PackLinear = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]  # from weight and bias to the layer itself
+
+
 class Linear(nn.Linear):
     """A linear layer whose weights start unset: they are about to be read, and drawing them first takes seconds."""
 
-    packed_weight: Tensor | None = None
+    packed: Callable[[Tensor], Tensor] | None = None
 
     def reset_parameters(self) -> None:
         pass
 
-    def pack(self) -> None:
-        """Replace the filled weight by a copy in the order in which oneDNN reads it."""
-        self.packed_weight = pack_weight(self.weight)
+    def pack(self, pack_linear: PackLinear) -> None:
+        """Replace the filled weight by a copy in the order in which a CPU reads it best."""
+        self.packed = pack_linear(self.weight, self.bias)
         del self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.packed_weight is None else packed_linear(x, self.packed_weight, self.bias)
+        return super().forward(x) if self.packed is None else self.packed(x)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this PyTorch has oneDNN's packed matrix products, for a CPU and this dtype. They are not public."""
     try:
-        weight = pack_weight(torch.ones(16, 16, dtype=dtype, device="cpu"))
-        return packed_linear(torch.ones(2, 16, dtype=dtype, device="cpu"), weight, None).eq(16).all().item() is True
+        layer = pack_for_onednn(torch.ones(16, 16, dtype=dtype, device="cpu"), None)
+        return layer(torch.ones(2, 16, dtype=dtype, device="cpu")).eq(16).all().item() is True
     except (AttributeError, RuntimeError):  # NotImplementedError, for another dtype or CPU, is a RuntimeError
         return False
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight [out, in] for packed_linear, good for any number of rows."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-
-def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of x [rows, in]; what torch.compile's freezing calls."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
+def pack_for_onednn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """F.linear with this weight [out, in], packed for any number of rows; what torch.compile's freezing calls."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class Embedding(nn.Embedding):
@@ -95,8 +95,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        self.kernels: CpuKernels | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms_norm(hidden, self.weight, self.eps)
         # Giving rms_norm the weight would round once less than the models were trained with.
         return self.weight * F.rms_norm(hidden, self.weight.shape, eps=self.eps)  # [T, hidden_size]
 
@@ -158,11 +161,16 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = FusedLinear(config.hidden_size, {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size},
                                     bias=config.attention_bias, dtype=dtype, device=device)
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_bias, dtype=dtype, device=device)
+        self.kernels: CpuKernels | None = None
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], key_cache: Tensor, value_cache: Tensor,
                 attention: AttentionBackend, metadata: AttentionMetadata) -> Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # [T, H + 2 KVH, D]
-        turned = apply_rope(qkv[:, : -self.num_kv_heads], *rope)  # queries and keys in one go: [T, H + KVH, D]
+        turned = qkv[:, : -self.num_kv_heads]  # queries and keys in one go: [T, H + KVH, D]
+        if self.kernels is not None:
+            self.kernels.rotary_(turned, *rope)
+        else:
+            turned = apply_rope(turned, *rope)
         query, key = turned.split((self.num_heads, self.num_kv_heads), dim=1)
         value = qkv[:, -self.num_kv_heads :]  # [T, KVH, D]
         output = attention.forward(query, key, value, key_cache, value_cache, metadata)  # [T, H, D]
@@ -179,9 +187,13 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias, dtype=dtype, device=device)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype,
                                 device=device)
+        self.kernels: CpuKernels | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)  # [T, intermediate_size] each
+        gate_up = self.gate_up_proj(hidden)  # [T, 2 * intermediate_size]
+        if self.kernels is not None and self.activation is F.silu:
+            return self.down_proj(self.kernels.silu_and_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)  # [T, intermediate_size] each
         return self.down_proj(self.activation(gate) * up)  # [T, hidden_size]
 
 
@@ -232,7 +244,7 @@ class LlamaForCausalLM(nn.Module):
         # Tied: one module under two names, which PyTorch lists once.
         self.lm_head = self.model.embed_tokens if config.tie_word_embeddings else Linear(
             config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
-        self.packed_head: Tensor | None = None  # of tied embeddings
+        self.packed_head: Callable[[Tensor], Tensor] | None = None  # of tied embeddings
         self.requires_grad_(False).eval()
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, attention: AttentionBackend,
@@ -247,18 +259,24 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Next-token scores of the given rows [R, hidden_size]: float32 [R, vocab_size]."""
         if self.packed_head is not None:
-            return packed_linear(hidden, self.packed_head, None).float()
+            return self.packed_head(hidden).float()
         if isinstance(self.lm_head, Linear):
             return self.lm_head(hidden).float()
         return F.linear(hidden, self.lm_head.weight).float()
 
-    def pack(self) -> None:
+    def pack(self, pack_linear: PackLinear = pack_for_onednn) -> None:
         """Reorder all filled weights for a CPU; checkpoint_tensors() has no linear layers afterwards. See can_pack."""
         if self.config.tie_word_embeddings:  # the embedding itself still has to be read by rows
-            self.packed_head = pack_weight(self.lm_head.weight)
+            self.packed_head = pack_linear(self.lm_head.weight, None)
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
+                module.pack(pack_linear)
+
+    def use_kernels(self, kernels: CpuKernels) -> None:
+        """Compute the small operations between the linear layers with these kernels too."""
+        for module in self.modules():
+            if isinstance(module, (RMSNorm, LlamaAttention, LlamaMLP)):
+                module.kernels = kernels
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every weight under its name in a Hugging Face checkpoint, as a view: copying into it fills the model."""

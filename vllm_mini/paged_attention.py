@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vllm_mini.block_manager import BlockManager
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "AttentionMetadata", "Block", "BlockManager", "TorchAttention",
-           "allocate_kv_cache", "copy_blocks"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "Block", "BlockManager", "TorchAttention", "allocate_kv_cache",
+           "copy_blocks"]
 
 
 def allocate_kv_cache(
@@ -168,6 +168,3 @@ def _attend(query: Tensor, k_slots: Tensor, v_slots: Tensor, group: PaddedGroup)
         q = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, enable_gqa=q.shape[1] != num_kv_heads)
     return attended.reshape(num_seqs, num_heads, query_len, head_dim).transpose(1, 2)
-
-
-ATTENTION_BACKENDS: dict[str, type[TorchAttention]] = {"torch": TorchAttention}

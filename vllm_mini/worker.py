@@ -13,10 +13,11 @@ import torch
 
 from vllm_mini.block_manager import Transfers
 from vllm_mini.config import ConfigError, EngineConfig, LlamaConfig
+from vllm_mini.cpu_kernels import CpuAttention, CpuKernels, KernelsUnavailable, load_kernels, unsupported
 from vllm_mini.llama import LlamaForCausalLM, can_pack
 from vllm_mini.loader import load_model
 from vllm_mini.model_runner import ModelRunner
-from vllm_mini.paged_attention import ATTENTION_BACKENDS, allocate_kv_cache, copy_blocks
+from vllm_mini.paged_attention import AttentionBackend, TorchAttention, allocate_kv_cache, copy_blocks
 from vllm_mini.scheduler import ScheduledSequence, SchedulerOutput, SequenceOutput
 from vllm_mini.sequence import SamplingParams, Sequence
 
@@ -45,14 +46,15 @@ class Worker:
         self.vocab_size = vocab_size
         if self.device.type == "cpu":
             torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), _usable_cpus()))
-        if config.attention_backend not in ("auto", *ATTENTION_BACKENDS):
-            raise ConfigError(f"attention_backend must be one of auto, {', '.join(ATTENTION_BACKENDS)}; "
-                              f"found {config.attention_backend!r}")
-        self.attention = ATTENTION_BACKENDS["torch" if config.attention_backend == "auto" else config.attention_backend]()
+        kernels = self._load_kernels()
         self.model: LlamaForCausalLM = load_model(
             path, model_config, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed)
+        self.attention: AttentionBackend = TorchAttention()
+        if kernels is not None:
+            self.attention = CpuAttention(kernels, model_config.num_attention_heads // model_config.num_key_value_heads)
+            self.model.use_kernels(kernels)
         if config.pack_weights and self.device.type == "cpu":
-            self._pack_weights()
+            self._pack_weights(kernels)
         self.num_blocks = config.num_kv_blocks or self._num_blocks_from_memory()
         self.kv_cache = self._allocate(self.num_blocks, self.device)
         self.host_kv_cache = self._allocate(config.num_host_blocks, torch.device("cpu"))
@@ -70,8 +72,26 @@ class Worker:
         self._transfer(output.transfers)
         return self.runner.execute(output.scheduled) if output.scheduled else []
 
-    def _pack_weights(self) -> None:
-        if can_pack(self.dtype):
+    def _load_kernels(self) -> CpuKernels | None:
+        """The C++ kernels where they are wanted and can be had; the log says why not."""
+        wanted = self.config.attention_backend
+        if wanted == "torch" or self.device.type != "cpu":
+            return None
+        try:
+            problem = unsupported(self.model_config, self.dtype, self.config.block_size)
+            if problem is None:
+                return load_kernels()
+        except KernelsUnavailable as error:
+            problem = str(error)
+        if wanted == "cpp":
+            raise ConfigError(f"attention_backend 'cpp' cannot be used: {problem}")
+        logger.info("CPU kernels: plain PyTorch, because %s", problem)
+        return None
+
+    def _pack_weights(self, kernels: CpuKernels | None) -> None:
+        if kernels is not None:
+            self.model.pack(kernels.pack_linear)
+        elif can_pack(self.dtype):
             self.model.pack()
         else:
             logger.info("linear layers: plain, because this PyTorch has no packed ones for %s here", self.dtype)
