@@ -49,7 +49,8 @@ def build_kernels(cache: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise KernelsUnavailable(f"no C++ compiler ({' or '.join(COMPILERS)}) was found")
-    cpu: list[Any] = [platform.machine(), torch.backends.cpu.get_cpu_capability(), getattr(torch.cpu, "get_capabilities", dict)()]
+    cpu: tuple[Any, ...] = (
+        platform.machine(), torch.backends.cpu.get_cpu_capability(), getattr(torch.cpu, "get_capabilities", dict)())
     key = hashlib.sha256(repr((SOURCE.read_bytes(), FLAGS, Path(compiler).resolve(), cpu)).encode()).hexdigest()[:16]
     path = cache / f"cpu_kernels-{key}.so"
     if path.exists():
