@@ -1,365 +1,258 @@
-// The steps of a bfloat16 Llama that dominate its time on a CPU: matrix products, attention over pages, small operations.
+// What dominates a bfloat16 Llama's time on a CPU: matrix products, attention over pages, small operations.
 //
-// All sums are in float32 and every result is rounded to bfloat16 once, where PyTorch rounds. The sum behind one number
-// is taken in one fixed order, whatever else is in the batch: a row computed alone, in a batch or in a longer chunk has
-// the same bits. Everything rests on one micro-kernel, `tile`, which keeps R rows x 2 vectors of sums in registers
-// (Goto and van de Geijn 2008) and reads its right-hand side as a "panel": for each pair of consecutive inputs, two
-// vectors of 32-bit words that hold both inputs of one column. Where the CPU multiplies such pairs (AVX512-BF16), a word
-// is used as it is; elsewhere it is widened to two floats on the way. Called through ctypes by cpu_kernels.py.
+// Sums are in float32 and results are rounded to bfloat16 where PyTorch rounds. The sum behind one number is taken in
+// one fixed order, whatever else is in the batch: a row has the same bits alone, in a batch or in a longer chunk.
+// Everything rests on one micro-kernel, `tile`, which keeps R rows x 2 vectors of sums in registers (Goto and van de
+// Geijn 2008). Its right-hand side is a "panel": for each pair of consecutive inputs, two vectors of 32-bit words, each
+// both inputs of one column. Where the CPU multiplies such pairs (AVX512-BF16) a word is used as it is; elsewhere it is
+// widened to two floats on the way. Called through ctypes by cpu_kernels.py.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <vector>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
-namespace {
-
-#if defined(__AVX512F__)
-constexpr int W = 16, MAX_ROWS = 12;  // lanes of a vector; rows whose sums fit into the registers
-#elif defined(__AVX2__)
-constexpr int W = 8, MAX_ROWS = 6;
-#else
-constexpr int W = 4, MAX_ROWS = 12;
-#endif
-constexpr int COLUMNS = 2 * W;      // of a panel
-constexpr int CHUNK = 64;           // keys that attention takes at a time
-constexpr int SPLIT = 4 * CHUNK;    // keys after which its running sums start afresh, so that cores can share a sequence
-constexpr float LOWEST = -1e30f;    // of a score: finite, because the difference of two infinities is not a number
-
+constexpr int W = __BIGGEST_ALIGNMENT__ / 4;  // lanes of a vector: 16 with AVX-512, 8 with AVX, else 4
+constexpr int MAX_ROWS = W == 8 ? 6 : 12;     // whose sums fit into the registers
+constexpr int COLUMNS = 2 * W;                // of a panel
+constexpr int CHUNK = 64;                     // keys that attention takes at a time
+constexpr int MAX_HEAD_DIM = 256, MAX_UNIT_ROWS = 96;
+constexpr int FEW_ROWS = 4;  // of a small operation: not worth waking the other threads for
+constexpr float LOWEST = -1e30f;  // score; finite, because the difference of two infinities is not a number
 typedef float Floats __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t Word __attribute__((may_alias));
 typedef uint16_t Bf16;
-
-float widen(Bf16 bits) {
-    uint32_t word = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &word, 4);
-    return value;
-}
-
-Bf16 narrow(float value) {  // to nearest, ties to even; what is not a number stays so
-    uint32_t word;
-    std::memcpy(&word, &value, 4);
-    return (word + 0x7fff + ((word >> 16) & 1)) >> 16;
-}
-
-Words narrow(Floats even, Floats odd) {  // two columns in a word
-    Words low = (Words)even, high = (Words)odd;
-    return ((low + 0x7fff + ((low >> 16) & 1)) >> 16) | ((high + 0x7fff + ((high >> 16) & 1)) & 0xffff0000u);
-}
-
-float exp2_fast(float x) {  // relative error under 2e-7; 0 below 2^-126
-    float bounded = x > 127.f ? 127.f : x;
-    float whole = float(int32_t(bounded + (bounded < 0 ? -0.5f : 0.5f))), part = bounded - whole;
-    float power = 1.f + part * (0.693147182f + part * (0.240226462f + part * (0.0555032724f + part * (
-        0.00961812939f + part * (0.00133981102f + part * 0.000154697872f)))));
-    uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, 4);
-    return x < -126.f ? 0.f : power * scale;
-}
-
 #ifdef __AVX512BF16__
-typedef uint16_t Input;  // a left-hand side as `tile` reads it
-Input to_input(float value) { return narrow(value); }
+#include <immintrin.h>
+typedef Bf16 Input;  // a left-hand side as `tile` reads it
 #else
 typedef float Input;
-Input to_input(float value) { return widen(narrow(value)); }
 #endif
 
-// out[R][2] (+)= rows of inputs, `stride` apart, times a panel of `pairs` pairs.
+static float widen(Bf16 bits) { return __builtin_bit_cast(float, uint32_t(bits) << 16); }
+static Bf16 narrow(float value) {  // to nearest, ties to even
+    const uint32_t word = __builtin_bit_cast(uint32_t, value);
+    return (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+static float rounded(float value) { return widen(narrow(value)); }
+static Input to_input(float value) {
+    if constexpr (sizeof(Input) == sizeof(Bf16)) return narrow(value);
+    else return rounded(value);
+}
+
+static float exp2_fast(float x) {  // relative error under 2e-7; 0 below 2^-126
+    const float bounded = x > 127.f ? 127.f : x;
+    const int32_t whole = int32_t(bounded + (bounded < 0 ? -0.5f : 0.5f));
+    const float part = bounded - float(whole);
+    const float power = 1.f + part * (0.693147182f + part * (0.240226462f + part * (0.0555032724f + part * (
+        0.00961812939f + part * (0.00133981102f + part * 0.000154697872f)))));
+    return x < -126.f ? 0.f : power * __builtin_bit_cast(float, uint32_t(whole + 127) << 23);
+}
+
+// R rows, `stride` inputs apart, times a panel of `pairs` pairs: COLUMNS sums a row, `apart` floats apart, set or added.
 template <int R>
-void tile(const Input* rows, long stride, const Words* panel, int pairs, Floats* out, bool accumulate) {
+static void tile(const Input* rows, long stride, const Words* panel, long pairs, float* out, long apart, bool add) {
     Floats sum[R][2];
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < 2; ++v) sum[r][v] = accumulate ? out[2 * r + v] : Floats{};
-    for (int p = 0; p < pairs; ++p) {
-        Words left = panel[2 * p], right = panel[2 * p + 1];
+    for (int i = 0; i < 2 * R; ++i) sum[i / 2][i % 2] = add ? *(Floats*)(out + i / 2 * apart + i % 2 * W) : Floats{};
+    for (long p = 0; p < pairs; ++p) {
+        const Words left = panel[2 * p], right = panel[2 * p + 1];
         if (R <= 4) __builtin_prefetch((const char*)(panel + 2 * p) + 1024);
 #ifdef __AVX512BF16__
         for (int r = 0; r < R; ++r) {
-            __m512bh both = (__m512bh)_mm512_set1_epi32(*(const Word*)(rows + r * stride + 2 * p));
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(*(const Word*)(rows + r * stride + 2 * p));
             sum[r][0] = (Floats)_mm512_dpbf16_ps((__m512)sum[r][0], both, (__m512bh)left);
             sum[r][1] = (Floats)_mm512_dpbf16_ps((__m512)sum[r][1], both, (__m512bh)right);
         }
 #else
-        for (int r = 0; r < R; ++r) {
-            sum[r][0] += rows[r * stride + 2 * p] * (Floats)(left << 16);
-            sum[r][1] += rows[r * stride + 2 * p] * (Floats)(right << 16);
-        }
-        for (int r = 0; r < R; ++r) {
-            sum[r][0] += rows[r * stride + 2 * p + 1] * (Floats)(left & 0xffff0000u);
-            sum[r][1] += rows[r * stride + 2 * p + 1] * (Floats)(right & 0xffff0000u);
-        }
-#endif
-    }
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < 2; ++v) out[2 * r + v] = sum[r][v];
-}
-
-typedef void (*Tile)(const Input*, long, const Words*, int, Floats*, bool);
-const Tile TILES[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>,
-#if !defined(__AVX2__) || defined(__AVX512F__)
-                      tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
-#endif
-};
-
-// As few tiles as the registers allow, of equal size as nearly as can be: calls body(first row, number of rows).
-template <class Body>
-void for_each_tile(int num_rows, Body body) {
-    int num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int i = 0, row = 0; i < num_tiles; ++i) {
-        int count = (num_rows - row) / (num_tiles - i);
-        body(row, count);
-        row += count;
-    }
-}
-
-void to_inputs(const Bf16* from, long count, Input* to) {
-#pragma omp simd
-    for (long i = 0; i < count; ++i) to[i] = to_input(widen(from[i]));
-}
-
-struct Pool {  // one layer's K or V: [num_blocks, block_size, num_kv_heads, head_dim]
-    Bf16* data;
-    long block_size, token_stride;
-    Bf16* at(const int64_t* table, long position) const {
-        return data + (table[position / block_size] * block_size + position % block_size) * token_stride;
-    }
-};
-
-// Keys [first, first + CHUNK) as panels [CHUNK / COLUMNS][head_dim / 2][2][W]: a transposition of 32-bit words.
-void pack_keys(Pool keys, const int64_t* table, long first, long end, int head_dim, Words* panels) {
-    Words interleave_low, interleave_high;
-    for (int i = 0; i < W; ++i) {
-        interleave_low[i] = i / 2 + (i % 2) * W;
-        interleave_high[i] = i / 2 + (i % 2) * W + W / 2;
-    }
-    for (int group = 0; group < CHUNK / W; ++group) {
-        long position = first + group * W;
-        const Bf16* start = position < end ? keys.at(table, position) : nullptr;  // W keys never straddle two blocks
-        for (int word = 0; word < head_dim / 2; word += W) {
-            Words now[W] = {}, next[W];
-            for (int i = 0; i < W && start; ++i) now[i] = *(const Words*)(start + i * keys.token_stride + 2 * word);
-            for (int step = 1; step < W; step *= 2) {  // each step is half of a perfect shuffle
-                for (int i = 0; i < W / 2; ++i) {
-                    next[2 * i] = __builtin_shuffle(now[i], now[i + W / 2], interleave_low);
-                    next[2 * i + 1] = __builtin_shuffle(now[i], now[i + W / 2], interleave_high);
-                }
-                std::memcpy(now, next, sizeof now);
+        for (int odd = 0; odd < 2; ++odd) {
+            const Floats l = (Floats)(odd ? left & 0xffff0000u : left << 16);
+            const Floats m = (Floats)(odd ? right & 0xffff0000u : right << 16);
+            for (int r = 0; r < R; ++r) {
+                sum[r][0] += rows[r * stride + 2 * p + odd] * l;
+                sum[r][1] += rows[r * stride + 2 * p + odd] * m;
             }
-            Words* panel = panels + (group / 2) * head_dim + group % 2;
-            for (int i = 0; i < W; ++i) panel[2 * (word + i)] = now[i];
         }
+#endif
+    }
+    for (int i = 0; i < 2 * R; ++i) *(Floats*)(out + i / 2 * apart + i % 2 * W) = sum[i / 2][i % 2];
+}
+
+template <int R = MAX_ROWS, class... Rest>
+static void tile_of(int count, Rest... rest) {  // tile<count>, for 1 <= count <= R
+    if (count == R) return tile<R>(rest...);
+    if constexpr (R > 1) tile_of<R - 1>(count, rest...);
+}
+
+template <class Body>  // body(first row, number of rows): as few tiles as registers allow, as nearly equal as can be
+static void for_each_tile(long num_rows, Body body) {
+    for (long left = (num_rows + MAX_ROWS - 1) / MAX_ROWS, row = 0, count; left > 0; --left, row += count) {
+        count = (num_rows - row) / left;
+        body(row, count);
     }
 }
 
-// Values of the same keys as panels [head_dim / COLUMNS][CHUNK / 2][2 (even, odd columns)][W]; zero from `end` on.
-void pack_values(Pool values, const int64_t* table, long first, long end, int head_dim, Words* panels) {
-    for (int pair = 0; pair < CHUNK / 2; ++pair) {
-        long position = first + 2 * pair;
-        const Bf16* row = position < end ? values.at(table, position) : nullptr;
-        for (int panel = 0; panel < head_dim / COLUMNS; ++panel) {
-            Words a = {}, b = {};
-            if (row) a = *(const Words*)(row + panel * COLUMNS);
-            if (position + 1 < end) b = *(const Words*)(row + values.token_stride + panel * COLUMNS);
-            panels[(panel * CHUNK / 2 + pair) * 2] = (a & 0xffff) | (b << 16);
-            panels[(panel * CHUNK / 2 + pair) * 2 + 1] = (a >> 16) | (b & 0xffff0000u);
+// CHUNK keys as panels [CHUNK / COLUMNS][head_dim / 2][2][W]: a transposition of 32-bit words.
+static void pack_keys(const Bf16* const* keys, long head_dim, Words* panels) {
+    Words halves[2];  // of a perfect shuffle of two vectors
+    for (int i = 0; i < COLUMNS; ++i) halves[i / W][i % W] = i / 2 + i % 2 * W;
+    for (int group = 0; group < CHUNK / W; ++group)
+        for (int word = 0; word < head_dim / 2; word += W) {
+            Words now[W], next[W];
+            for (int i = 0; i < W; ++i) now[i] = *(const Words*)(keys[group * W + i] + 2 * word);
+            for (int step = 1; step < W; step *= 2, std::memcpy(now, next, sizeof now))
+                for (int i = 0; i < W; ++i) next[i] = __builtin_shuffle(now[i / 2], now[i / 2 + W / 2], halves[i % 2]);
+            for (int i = 0; i < W; ++i) panels[group / 2 * head_dim + 2 * (word + i) + group % 2] = now[i];
         }
-    }
 }
 
-// Softmax-weighted sums of some rows over some keys, not yet divided (Milakov and Gimelshein 2018): for each row the
-// largest score, the sum of weights, and head_dim sums of values as [head_dim / COLUMNS][rows][2][W].
-struct Sums {
-    float *largest, *weight, *value;
-    static long size(long rows, int head_dim) { return rows * (2 + head_dim); }
-    Sums(float* memory, long rows) : largest(memory), weight(memory + rows), value(memory + 2 * rows) {}
-    void clear(long rows, int head_dim) {
-        std::fill(largest, largest + rows, LOWEST);
-        std::fill(weight, weight + rows * (1 + head_dim), 0.f);
-    }
-    void merge(const Sums& other, long rows, int head_dim) {
-        for (long row = 0; row < rows; ++row) {
-            float top = std::max(largest[row], other.largest[row]);
-            float keep = exp2_fast(largest[row] - top), add = exp2_fast(other.largest[row] - top);
-            largest[row] = top;
-            weight[row] = weight[row] * keep + other.weight[row] * add;
-            for (int panel = 0; panel < head_dim / COLUMNS; ++panel)
-                for (int i = 0; i < COLUMNS; ++i) {
-                    long at = (panel * rows + row) * COLUMNS + i;
-                    value[at] = value[at] * keep + other.value[at] * add;
-                }
+// Their values as panels [head_dim / COLUMNS][CHUNK / 2][2][W].
+static void pack_values(const Bf16* const* values, long head_dim, Words* panels) {
+    for (int key = 0; key < CHUNK; key += 2)
+        for (int column = 0; column < head_dim; column += COLUMNS) {
+            const Bf16 *a = values[key] + column, *b = values[key + 1] + column;
+            Word* out = (Word*)(panels + column / COLUMNS * CHUNK + key);
+#pragma omp simd
+            for (int i = 0; i < COLUMNS; ++i) out[i] = a[i] | uint32_t(b[i]) << 16;
         }
-    }
-};
+}
 
-struct Unit {  // consecutive tokens of one sequence and some of their keys; `partial` >= 0: the sums go there, unmerged
-    int64_t seq, first_token, num_tokens, first_position, first_key, end_key, partial;
-};
-struct Merge { int64_t token, first_partial, num_partials; };
+// A row of softmax, not yet divided (Milakov and Gimelshein 2018): head_dim sums of weighted values, the largest score, the
+// sum of weights. This adds CHUNK scores and makes them weights for `tile`.
+static void weigh(float* scores, long num_visible, float scale, float* row, long head_dim, Input* weights) {
+    float top = row[head_dim], total = 0;
+#pragma omp simd reduction(max : top)
+    for (int i = 0; i < CHUNK; ++i) {
+        scores[i] = i < num_visible ? scores[i] * scale : LOWEST;
+        top = scores[i] > top ? scores[i] : top;
+    }
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < CHUNK; ++i) {
+        const float power = exp2_fast(scores[i] - top);
+        weights[i] = to_input(power);
+        total += power;
+    }
+    const float keep = exp2_fast(row[head_dim] - top);
+#pragma omp simd
+    for (int i = 0; i < head_dim; ++i) row[i] *= keep;
+    row[head_dim] = top;
+    row[head_dim + 1] = row[head_dim + 1] * keep + total;
+}
+
+static void merge(float* row, const float* other, long head_dim) {
+    const float top = std::max(row[head_dim], other[head_dim]);
+    const float keep = exp2_fast(row[head_dim] - top), add = exp2_fast(other[head_dim] - top);
+#pragma omp simd
+    for (int i = 0; i < head_dim + 2; ++i) row[i] = row[i] * keep + other[i] * add;
+    row[head_dim] = top;
+}
+
+// Consecutive tokens of one sequence and some of their keys. Units that split the keys of the same tokens follow each other.
+struct Unit { int64_t seq, first_token, num_tokens, first_position, first_key, end_key, first_row; };
 struct Problem {  // filled by cpu_kernels.py, field by field
     const Bf16 *query, *key, *value;
     Bf16 *k_cache, *v_cache, *out;
     const int64_t *slots, *tables;
     const Unit* units;
-    const Merge* merges;
-    float* partials;
+    float* rows;  // of softmax, row_size apart
     int64_t num_tokens, query_stride, key_stride, value_stride, num_kv_heads, group, head_dim, block_size, table_stride,
-        num_units, num_merges, num_threads;
+        num_units, row_size, num_threads;
     float scale;  // of a score, times log2(e)
 
-    void write(const Sums& sums, long rows, long first_token, long head) const {
-        for (long row = 0; row < rows; ++row) {
-            Bf16* to = out + ((first_token + row / group) * num_kv_heads * group + head * group + row % group) * head_dim;
-            for (int panel = 0; panel < head_dim / COLUMNS; ++panel) {
-                const Floats* from = (const Floats*)(sums.value + (panel * rows + row) * COLUMNS);
-                *(Words*)(to + panel * COLUMNS) = narrow(from[0] / sums.weight[row], from[1] / sums.weight[row]);
+    float* row(const Unit& unit, long head, long row) const {
+        return rows + (unit.first_row + head * unit.num_tokens * group + row) * row_size;
+    }
+    void attend(const Unit& unit, long head) const {  // the query heads that share this KV head; pages are read in place
+        static const Bf16 zeros[MAX_HEAD_DIM] = {};
+        static thread_local Words k_panels[CHUNK / 2 * MAX_HEAD_DIM / W], v_panels[CHUNK / 2 * MAX_HEAD_DIM / W];
+        static thread_local Input queries[MAX_UNIT_ROWS * MAX_HEAD_DIM], weights[MAX_ROWS * CHUNK];
+        const long num_rows = unit.num_tokens * group, token_size = num_kv_heads * head_dim;
+        for (long i = 0; i < num_rows; ++i) {
+            const Bf16* from = query + (unit.first_token + i / group) * query_stride + (head * group + i % group) * head_dim;
+            for (long k = 0; k < head_dim; ++k) queries[i * head_dim + k] = to_input(widen(from[k]));
+            std::fill_n(row(unit, head, i), head_dim + 2, 0.f);
+            row(unit, head, i)[head_dim] = LOWEST;
+        }
+        for (long start = unit.first_key; start < unit.end_key; start += CHUNK) {
+            const Bf16 *keys[CHUNK], *values[CHUNK];
+            for (long i = 0, at = start; i < CHUNK; ++i, ++at) {
+                const bool exists = at < unit.end_key;
+                const int64_t* block = tables + unit.seq * table_stride + at / block_size;
+                const long offset = exists ? (*block * block_size + at % block_size) * token_size + head * head_dim : 0;
+                keys[i] = exists ? k_cache + offset : zeros;
+                values[i] = exists ? v_cache + offset : zeros;
             }
+            pack_keys(keys, head_dim, k_panels);
+            pack_values(values, head_dim, v_panels);
+            for_each_tile(num_rows, [&](long first, int count) {
+                float scores[MAX_ROWS * CHUNK];
+                const long visible = unit.first_position + 1 - start;  // keys of this chunk that the first token sees
+                if (visible + (first + count - 1) / group <= 0) return;
+                for (int k = 0; k < CHUNK; k += COLUMNS)
+                    tile_of(count, queries + first * head_dim, head_dim, k_panels + k / COLUMNS * head_dim, head_dim / 2,
+                            scores + k, CHUNK, false);
+                for (long r = 0; r < count; ++r)
+                    weigh(scores + r * CHUNK, visible + (first + r) / group, scale, row(unit, head, first + r), head_dim,
+                          weights + r * CHUNK);
+                for (int k = 0; k < head_dim; k += COLUMNS)
+                    tile_of(count, weights, CHUNK, v_panels + k / COLUMNS * CHUNK, CHUNK / 2, row(unit, head, first) + k,
+                            row_size, true);
+            });
+        }
+    }
+    void finish(const Unit& unit, long head) const {
+        for (long i = 0; i < unit.num_tokens * group; ++i) {
+            float* sums = row(unit, head, i);
+            for (const Unit* next = &unit + 1; next < units + num_units && next->first_key > 0; ++next)
+                merge(sums, row(*next, head, i), head_dim);
+            Bf16* to = out + (((unit.first_token + i / group) * num_kv_heads + head) * group + i % group) * head_dim;
+#pragma omp simd
+            for (long k = 0; k < head_dim; ++k) to[k] = narrow(sums[k] / sums[head_dim + 1]);
         }
     }
 };
 
-// One chunk of scores of one row, in [CHUNK / COLUMNS][..][COLUMNS] `apart`, to weights that `tile` can read.
-void weigh(const float* scores, long apart, long num_visible, float scale, float& largest, float& weight, float& keep,
-           Input* weights) {
-    float scaled[CHUNK], top = largest, total = 0;
-    for (int panel = 0; panel < CHUNK / COLUMNS; ++panel)
-#pragma omp simd
-        for (int i = 0; i < COLUMNS; ++i)
-            scaled[panel * COLUMNS + i] = panel * COLUMNS + i < num_visible ? scores[panel * apart + i] * scale : LOWEST;
-#pragma omp simd reduction(max : top)
-    for (int i = 0; i < CHUNK; ++i) top = scaled[i] > top ? scaled[i] : top;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < CHUNK; ++i) {
-        float power = exp2_fast(scaled[i] - top);
-        weights[i] = to_input(power);
-        total += power;
-    }
-    keep = exp2_fast(largest - top);
-    weight = weight * keep + total;
-    largest = top;
-}
-
-void attend(const Problem& p, const Unit& unit, long head, std::vector<float>& memory) {
-    const int head_dim = p.head_dim, rows = unit.num_tokens * p.group;
-    const long state = Sums::size(rows, head_dim), panel_size = CHUNK / 2 * head_dim;
-    memory.resize(std::max<size_t>(memory.size(), 2 * state + rows * head_dim + 2 * panel_size + 2 * MAX_ROWS * CHUNK));
-    Sums total(memory.data(), rows), sums(memory.data() + state, rows);
-    Input* queries = (Input*)(memory.data() + 2 * state);
-    Words* k_panels = (Words*)(memory.data() + 2 * state + rows * head_dim);
-    Words* v_panels = k_panels + panel_size / W;
-    float* scores = (float*)(v_panels + panel_size / W);
-    Input* weights = (Input*)(scores + MAX_ROWS * CHUNK);
-    const int64_t* table = p.tables + unit.seq * p.table_stride;
-    const long token_stride = p.num_kv_heads * head_dim;
-    Pool keys{p.k_cache + head * head_dim, p.block_size, token_stride};
-    Pool values{p.v_cache + head * head_dim, p.block_size, token_stride};
-    for (int row = 0; row < rows; ++row)
-        to_inputs(p.query + (unit.first_token + row / p.group) * p.query_stride + (head * p.group + row % p.group) * head_dim,
-                  head_dim, queries + long(row) * head_dim);
-    total.clear(rows, head_dim);
-    for (long key = unit.first_key; key < unit.end_key; key += CHUNK) {
-        if ((key - unit.first_key) % SPLIT == 0) sums.clear(rows, head_dim);
-        pack_keys(keys, table, key, unit.end_key, head_dim, k_panels);
-        pack_values(values, table, key, unit.end_key, head_dim, v_panels);
-        for_each_tile(rows, [&](int first, int count) {
-            if (unit.first_position + (first + count - 1) / p.group < key) return;  // sees none of these keys
-            for (int panel = 0; panel < CHUNK / COLUMNS; ++panel)
-                TILES[count](queries + long(first) * head_dim, head_dim, k_panels + panel * head_dim, head_dim / 2,
-                             (Floats*)(scores + panel * count * COLUMNS), false);
-            for (int r = 0; r < count; ++r) {
-                float keep;
-                weigh(scores + r * COLUMNS, count * COLUMNS, unit.first_position + (first + r) / p.group + 1 - key, p.scale,
-                      sums.largest[first + r], sums.weight[first + r], keep, weights + r * CHUNK);
-                for (int panel = 0; panel < head_dim / COLUMNS; ++panel)
-                    for (int v = 0; v < 2; ++v) ((Floats*)sums.value)[(panel * rows + first + r) * 2 + v] *= keep;
-            }
-            for (int panel = 0; panel < head_dim / COLUMNS; ++panel)
-                TILES[count](weights, CHUNK, v_panels + panel * CHUNK, CHUNK / 2,
-                             (Floats*)sums.value + (panel * rows + first) * 2, true);
-        });
-        bool last = key + CHUNK >= unit.end_key;
-        if (last || (key + CHUNK - unit.first_key) % SPLIT == 0) total.merge(sums, rows, head_dim);
-    }
-    if (unit.partial < 0) return p.write(total, rows, unit.first_token, head);
-    std::memcpy(p.partials + (unit.partial * p.num_kv_heads + head) * state, total.largest, state * sizeof(float));
-}
-
-}  // namespace
-
 extern "C" {
-
 int vector_lanes() { return W; }
-int split_keys() { return SPLIT; }
+int input_bytes() { return sizeof(Input); }
 
-// out [num_rows, num_columns] = x [num_rows, num_inputs] times packed panels, plus the bias unless there is none.
-void linear(const Bf16* x, long num_rows, long num_inputs, const Words* weight, long num_columns, const Bf16* bias, Bf16* out,
-            int num_threads) {
-    const long num_panels = (num_columns + COLUMNS - 1) / COLUMNS, max_rows = 8 * MAX_ROWS;
-    const long num_chunks = (num_rows + max_rows - 1) / max_rows, chunk_rows = (num_rows + num_chunks - 1) / num_chunks;
-    static thread_local std::vector<Input> memory;
-    memory.resize(std::max<size_t>(memory.size(), num_rows * num_inputs));
-    Input* inputs = memory.data();
-#pragma omp parallel num_threads(num_threads)
-    {
-#pragma omp for schedule(static)
-        for (long row = 0; row < num_rows; ++row) to_inputs(x + row * num_inputs, num_inputs, inputs + row * num_inputs);
-#pragma omp for collapse(2) schedule(static)
-        for (long chunk = 0; chunk < num_chunks; ++chunk)
-            for (long panel = 0; panel < num_panels; ++panel) {
-                const long start = chunk * chunk_rows, column = panel * COLUMNS;
-                const int count_here = std::min<long>(COLUMNS, num_columns - column);
-                Floats added[2] = {};
-                for (int i = 0; i < count_here && bias; ++i) added[i % 2][i / 2] = widen(bias[column + i]);
-                for_each_tile(std::min(chunk_rows, num_rows - start), [&](int first, int count) {
-                    Floats sums[MAX_ROWS][2];
-                    TILES[count](inputs + (start + first) * num_inputs, num_inputs, weight + panel * num_inputs,
-                                 num_inputs / 2, sums[0], false);
-                    for (int r = 0; r < count; ++r) {
-                        Words words = narrow(sums[r][0] + added[0], sums[r][1] + added[1]);
-                        std::memcpy(out + (start + first + r) * num_columns + column, &words, 2 * count_here);
-                    }
-                });
-            }
-    }
-}
-
-// Stores K and V of all tokens, then attends: units first, then what they left unmerged.
-void paged_attention(const Problem* problem) {
+void paged_attention(const Problem* problem) {  // stores K and V of all tokens, then attends
     const Problem& p = *problem;
-    const long token_size = p.num_kv_heads * p.head_dim;
+    const long token_size = p.num_kv_heads * p.head_dim, num_tasks = p.num_units * p.num_kv_heads;
 #pragma omp parallel num_threads(p.num_threads)
     {
-        static thread_local std::vector<float> memory;
 #pragma omp for schedule(static)
         for (long token = 0; token < p.num_tokens; ++token) {
             std::memcpy(p.k_cache + p.slots[token] * token_size, p.key + token * p.key_stride, 2 * token_size);
             std::memcpy(p.v_cache + p.slots[token] * token_size, p.value + token * p.value_stride, 2 * token_size);
         }
 #pragma omp for schedule(dynamic)
-        for (long i = 0; i < p.num_units * p.num_kv_heads; ++i)
-            attend(p, p.units[i / p.num_kv_heads], i % p.num_kv_heads, memory);
+        for (long i = num_tasks - 1; i >= 0; --i) p.attend(p.units[i / p.num_kv_heads], i % p.num_kv_heads);
 #pragma omp for schedule(static)
-        for (long i = 0; i < p.num_merges * p.num_kv_heads; ++i) {
-            const Merge& merge = p.merges[i / p.num_kv_heads];
-            const long head = i % p.num_kv_heads, state = Sums::size(p.group, p.head_dim);
-            memory.resize(std::max<size_t>(memory.size(), state));
-            Sums total(memory.data(), p.group);
-            total.clear(p.group, p.head_dim);
-            for (long part = merge.first_partial; part < merge.first_partial + merge.num_partials; ++part)
-                total.merge(Sums(p.partials + (part * p.num_kv_heads + head) * state, p.group), p.group, p.head_dim);
-            p.write(total, p.group, merge.token, head);
-        }
+        for (long i = 0; i < num_tasks; ++i)
+            if (p.units[i / p.num_kv_heads].first_key == 0) p.finish(p.units[i / p.num_kv_heads], i % p.num_kv_heads);
     }
 }
 
-// out = weight * x / sqrt(mean(x^2) + eps), rounded before the weight is applied; rows of `size`.
+// out [num_rows, num_columns] = x [num_rows, num_inputs] times packed panels.
+void linear(const Input* x, long num_rows, long num_inputs, const Words* panels, long num_columns, Bf16* out,
+            int num_threads) {
+    constexpr long CHUNK_ROWS = 8 * MAX_ROWS;  // which stay in the cache while the panels pass
+#pragma omp parallel for collapse(2) schedule(static) num_threads(num_threads)
+    for (long start = 0; start < num_rows; start += CHUNK_ROWS)
+        for (long column = 0; column < num_columns; column += COLUMNS)
+            for_each_tile(std::min(CHUNK_ROWS, num_rows - start), [&](long first, int count) {
+                float sums[MAX_ROWS * COLUMNS];
+                tile_of(count, x + (start + first) * num_inputs, num_inputs, panels + column / COLUMNS * num_inputs,
+                        num_inputs / 2, sums, COLUMNS, false);
+                for (int r = 0; r < count; ++r)
+#pragma omp simd
+                    for (int i = 0; i < std::min<long>(COLUMNS, num_columns - column); ++i)
+                        out[(start + first + r) * num_columns + column + i] = narrow(sums[r * COLUMNS + i]);
+            });
+}
+
+// out = weight * x / sqrt(mean(x^2) + eps) by rows of `size`, rounded before the weight is applied.
 void rms_norm(const Bf16* x, const Bf16* weight, float eps, long num_rows, long size, Bf16* out, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 16)
+#pragma omp parallel for if (num_rows > FEW_ROWS) num_threads(num_threads)
     for (long row = 0; row < num_rows; ++row) {
         const Bf16* from = x + row * size;
         float squares = 0;
@@ -367,36 +260,36 @@ void rms_norm(const Bf16* x, const Bf16* weight, float eps, long num_rows, long 
         for (long i = 0; i < size; ++i) squares += widen(from[i]) * widen(from[i]);
         const float factor = 1.f / __builtin_sqrtf(squares / size + eps);
 #pragma omp simd
-        for (long i = 0; i < size; ++i) out[row * size + i] = narrow(widen(weight[i]) * widen(narrow(widen(from[i]) * factor)));
+        for (long i = 0; i < size; ++i) out[row * size + i] = narrow(widen(weight[i]) * rounded(widen(from[i]) * factor));
     }
 }
 
 // In place on [num_tokens, num_heads, head_dim], `stride` between tokens; cos and sin [num_tokens, head_dim].
 void rotary(Bf16* x, long stride, long num_tokens, long num_heads, long head_dim, const Bf16* cos, const Bf16* sin,
             int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_tokens > 16)
-    for (long token = 0; token < num_tokens; ++token)
-        for (long head = 0; head < num_heads; ++head) {
-            Bf16 *first = x + token * stride + head * head_dim, *second = first + head_dim / 2;
-            const Bf16 *c = cos + token * head_dim, *s = sin + token * head_dim;
+    const long half = head_dim / 2;
+#pragma omp parallel for if (num_tokens > FEW_ROWS) num_threads(num_threads)
+    for (long row = 0; row < num_tokens * num_heads; ++row) {
+        Bf16* head = x + row / num_heads * stride + row % num_heads * head_dim;
+        const Bf16 *c = cos + row / num_heads * head_dim, *s = sin + row / num_heads * head_dim;
 #pragma omp simd
-            for (long i = 0; i < head_dim / 2; ++i) {
-                const float a = widen(first[i]), b = widen(second[i]);
-                first[i] = narrow(widen(narrow(a * widen(c[i]))) + widen(narrow(-b * widen(s[i]))));
-                second[i] = narrow(widen(narrow(b * widen(c[i]))) + widen(narrow(a * widen(s[i]))));
-            }
+        for (long i = 0; i < half; ++i) {
+            const float a = widen(head[i]), b = widen(head[half + i]);
+            head[i] = narrow(rounded(a * widen(c[i])) - rounded(b * widen(s[i])));
+            head[half + i] = narrow(rounded(b * widen(c[i])) + rounded(a * widen(s[i])));
         }
+    }
 }
 
 // out [num_rows, size] = silu(gate) * up, both halves of a row of gate_up [num_rows, 2 * size].
 void silu_and_mul(const Bf16* gate_up, long num_rows, long size, Bf16* out, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 4)
+#pragma omp parallel for if (num_rows > FEW_ROWS) num_threads(num_threads)
     for (long row = 0; row < num_rows; ++row) {
-        const Bf16 *gate = gate_up + row * 2 * size, *up = gate + size;
+        const Bf16 *gates = gate_up + row * 2 * size, *ups = gates + size;
 #pragma omp simd
         for (long i = 0; i < size; ++i) {
-            const float x = widen(gate[i]);
-            out[row * size + i] = narrow(widen(narrow(x / (1.f + exp2_fast(x * -1.44269504f)))) * widen(up[i]));
+            const float gate = widen(gates[i]);
+            out[row * size + i] = narrow(rounded(gate / (1.f + exp2_fast(gate * -1.44269504f))) * widen(ups[i]));
         }
     }
 }

@@ -29,6 +29,7 @@ CACHE = Path("~/.cache/vllm_mini/kernels")
 COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 ROWS_OF_A_UNIT = 96  # query tokens x heads of a group: the more, the less often a key is read; the fewer, the more units
+SPLIT_KEYS = 1024  # that one unit reads
 
 
 class KernelsUnavailable(RuntimeError):
@@ -73,9 +74,12 @@ def unsupported(config: LlamaConfig, dtype: torch.dtype, block_size: int) -> str
     """What keeps the kernels from running such a model, if anything does."""
     if dtype != torch.bfloat16:
         return f"they compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if config.head_dim % 32 or config.hidden_size % 2 or config.intermediate_size % 2:
-        return f"head_dim must be a multiple of 32 and the layers' sizes even, found {config.head_dim}, " \
+    if config.head_dim % 32 or config.head_dim > 256 or config.hidden_size % 2 or config.intermediate_size % 2:
+        return f"head_dim must be a multiple of 32 up to 256 and the layers' sizes even, found {config.head_dim}, " \
                f"{config.hidden_size} and {config.intermediate_size}"
+    if config.num_attention_heads // config.num_key_value_heads > ROWS_OF_A_UNIT:
+        return f"at most {ROWS_OF_A_UNIT} query heads may share a KV head, found " \
+               f"{config.num_attention_heads // config.num_key_value_heads}"
     if block_size % 16:
         return f"block_size must be a multiple of 16, found {block_size}"
     return None
@@ -87,8 +91,8 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.lanes: int = library.vector_lanes()  # float32 numbers in a vector
-        self.split_keys: int = library.split_keys()
-        library.linear.argtypes = [c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_void_p, c_int]
+        self.input_dtype = {2: torch.bfloat16, 4: torch.float32}[library.input_bytes()]  # that `linear` reads
+        library.linear.argtypes = [c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_int]
         library.rms_norm.argtypes = [c_void_p, c_void_p, c_float, c_long, c_long, c_void_p, c_int]
         library.rotary.argtypes = [c_void_p, c_long, c_long, c_long, c_long, c_void_p, c_void_p, c_int]
         library.silu_and_mul.argtypes = [c_void_p, c_long, c_long, c_void_p, c_int]
@@ -100,12 +104,12 @@ class CpuKernels:
         """A layer of weights [out, in] in the order in which the kernel reads them."""
         return PackedLinear(self, weight, bias)
 
-    def linear(self, x: Tensor, panels: Tensor, num_columns: int, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, panels: Tensor, num_columns: int) -> Tensor:
         """x [num_rows, in] through packed weights: [num_rows, num_columns]."""
-        x = x.contiguous()
         out = x.new_empty(len(x), num_columns)
-        self._library.linear(x.data_ptr(), len(x), x.shape[1], panels.data_ptr(), num_columns,
-                             None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        x = x.to(self.input_dtype).contiguous()
+        self._library.linear(x.data_ptr(), len(x), x.shape[1], panels.data_ptr(), num_columns, out.data_ptr(),
+                             torch.get_num_threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -117,7 +121,8 @@ class CpuKernels:
 
     def rotary_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate x [num_tokens, num_heads, head_dim] in place; tokens may lie apart. cos, sin: [num_tokens, 1, head_dim]."""
-        self._library.rotary(x.data_ptr(), x.stride(0), *x.shape, cos.data_ptr(), sin.data_ptr(), torch.get_num_threads())
+        self._library.rotary(x.data_ptr(), x.stride(0), *x.shape, cos.data_ptr(), sin.data_ptr(),
+                             torch.get_num_threads())
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of [num_rows, 2 * size]: [num_rows, size]."""
@@ -131,18 +136,19 @@ class CpuKernels:
 
 
 class PackedLinear:
-    """One linear layer whose weights are in panels: [panels][in / 2][2 (even, odd columns)][lanes][2 (inputs)]."""
+    """One linear layer whose weights are in panels: [panels][in / 2][2 (halves)][lanes][2 (inputs)]."""
 
     def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None) -> None:
         num_columns, num_inputs = weight.shape
         num_panels = -(-num_columns // (2 * kernels.lanes))
         padded = weight.new_zeros(num_panels * 2 * kernels.lanes, num_inputs)
         padded[:num_columns] = weight
-        self.panels = padded.view(num_panels, kernels.lanes, 2, num_inputs // 2, 2).permute(0, 3, 2, 1, 4).contiguous()
+        self.panels = padded.view(num_panels, 2, kernels.lanes, num_inputs // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
         self.kernels, self.num_columns, self.bias = kernels, num_columns, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.panels, self.num_columns, self.bias)
+        out = self.kernels.linear(x, self.panels, self.num_columns)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class Problem(ctypes.Structure):
@@ -150,9 +156,9 @@ class Problem(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("query", "key", "value", "k_cache", "v_cache", "out", "slots", "tables", "units",
-                                        "merges", "partials")),
+                                        "rows")),
         *((name, c_int64) for name in ("num_tokens", "query_stride", "key_stride", "value_stride", "num_kv_heads", "group",
-                                       "head_dim", "block_size", "table_stride", "num_units", "num_merges", "num_threads")),
+                                       "head_dim", "block_size", "table_stride", "num_units", "row_size", "num_threads")),
         ("scale", c_float),
     ]
 
@@ -160,55 +166,51 @@ class Problem(ctypes.Structure):
 @dataclass(frozen=True)
 class UnitMetadata(AttentionMetadata):
     units: np.ndarray = None  # type: ignore[assignment]  # [num_units, 7], in the kernel's order of fields
-    merges: np.ndarray = None  # type: ignore[assignment]  # [num_merges, 3]
-    num_partials: int = 0
+    num_rows: int = 0  # of softmax: query tokens x query heads, summed over the units
 
 
 class CpuAttention:
-    """Attention in place over the pages. The work is cut into units: some tokens of a sequence with all their keys, or,
-    where one token looks at many keys, a fixed number of those (flash decoding, Dao et al. 2023)."""
+    """Attention in place over the pages. The work is cut into units: some query tokens of a sequence and at most SPLIT_KEYS
+    of their keys, so that one long sequence keeps all cores busy (flash decoding, Dao et al. 2023). Where the cuts are
+    depends on a token's position and its chunk only, never on what else is in the batch."""
 
-    def __init__(self, kernels: CpuKernels, heads_per_group: int) -> None:
-        self.kernels = kernels
-        self.tokens_of_a_unit = max(1, ROWS_OF_A_UNIT // heads_per_group)
+    def __init__(self, kernels: CpuKernels, num_heads: int, num_kv_heads: int) -> None:
+        self.kernels, self.num_heads = kernels, num_heads
+        self.tokens_of_a_unit = max(1, ROWS_OF_A_UNIT * num_kv_heads // num_heads)
 
     def prepare(self, metadata: AttentionMetadata) -> UnitMetadata:
-        split = self.kernels.split_keys
         query_lens = np.diff(metadata.query_start_loc)
-        num_splits = np.where(query_lens == 1, -(-metadata.seq_lens // split), 1)
-        num_tiles = -(-query_lens // self.tokens_of_a_unit)
-        num_units = num_splits * num_tiles  # one of the two factors is 1
-        seq = np.repeat(np.arange(len(query_lens)), num_units)  # [num_units in all], as all that follow
-        index = np.arange(len(seq)) - np.repeat(num_units.cumsum() - num_units, num_units)
-        is_split = num_splits[seq] > 1
-        first = np.where(is_split, 0, index * self.tokens_of_a_unit)
+        seq, tile = _count_up(-(-query_lens // self.tokens_of_a_unit))
+        first = tile * self.tokens_of_a_unit
         num_tokens = np.minimum(self.tokens_of_a_unit, query_lens[seq] - first)
         position = metadata.seq_lens[seq] - query_lens[seq] + first
-        first_key = np.where(is_split, index * split, 0)
-        end_key = np.where(is_split, np.minimum(position + 1, first_key + split), position + num_tokens)
-        partial = np.where(is_split, is_split.cumsum() - 1, -1)
-        units = np.stack([seq, metadata.query_start_loc[seq] + first, num_tokens, position, first_key, end_key, partial], 1)
-        units = units[np.argsort(-num_tokens * (end_key - first_key), kind="stable")]  # the longest first
-        parted = np.flatnonzero(num_splits > 1)
-        counts = num_splits[parted]
-        merges = np.stack([metadata.query_start_loc[parted], counts.cumsum() - counts, counts], 1)
-        return UnitMetadata(**vars(metadata), units=np.ascontiguousarray(units), merges=np.ascontiguousarray(merges),
-                            num_partials=int(counts.sum()))
+        end_key = position + num_tokens
+        tile, split = _count_up(-(-end_key // SPLIT_KEYS))
+        seq, num_tokens, first_key = seq[tile], num_tokens[tile], split * SPLIT_KEYS
+        rows = num_tokens * self.num_heads
+        units = np.stack([seq, metadata.query_start_loc[seq] + first[tile], num_tokens, position[tile], first_key,
+                          np.minimum(end_key[tile], first_key + SPLIT_KEYS), rows.cumsum() - rows], 1)
+        return UnitMetadata(**vars(metadata), units=np.ascontiguousarray(units), num_rows=int(rows.sum()))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         assert isinstance(metadata, UnitMetadata)
         num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads = key.shape[1]
-        group = num_heads // num_kv_heads
+        num_kv_heads, row_size = key.shape[1], head_dim + self.kernels.lanes
         output = query.new_empty(query.shape)
-        partials = torch.empty(metadata.num_partials * num_heads * (2 + head_dim), dtype=torch.float32)
+        rows = torch.empty(metadata.num_rows * row_size, dtype=torch.float32)
         pointers: list[Any] = [
             *(tensor.data_ptr() for tensor in (query, key, value, k_cache, v_cache, output, metadata.slot_mapping)),
-            metadata.block_table.ctypes.data, metadata.units.ctypes.data, metadata.merges.ctypes.data, partials.data_ptr()]
+            metadata.block_table.ctypes.data, metadata.units.ctypes.data, rows.data_ptr()]
         self.kernels.paged_attention(Problem(
-            *pointers, num_tokens, query.stride(0), key.stride(0), value.stride(0), num_kv_heads, group, head_dim,
-            metadata.block_size, metadata.block_table.shape[1], len(metadata.units), len(metadata.merges),
+            *pointers, num_tokens, query.stride(0), key.stride(0), value.stride(0), num_kv_heads, num_heads // num_kv_heads,
+            head_dim, metadata.block_size, metadata.block_table.shape[1], len(metadata.units), row_size,
             torch.get_num_threads(), head_dim**-0.5 * 1.4426950408889634))
         return output
+
+
+def _count_up(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For [2, 3]: ([0, 0, 1, 1, 1], [0, 1, 0, 1, 2])."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(counts.cumsum() - counts, counts)

@@ -51,7 +51,7 @@ class Worker:
             path, model_config, dtype=self.dtype, device=self.device, load_format=config.load_format, seed=config.seed)
         self.attention: AttentionBackend = TorchAttention()
         if kernels is not None:
-            self.attention = CpuAttention(kernels, model_config.num_attention_heads // model_config.num_key_value_heads)
+            self.attention = CpuAttention(kernels, model_config.num_attention_heads, model_config.num_key_value_heads)
             self.model.use_kernels(kernels)
         if config.pack_weights and self.device.type == "cpu":
             self._pack_weights(kernels)
