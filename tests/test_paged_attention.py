@@ -58,7 +58,7 @@ def run_paged(backend, sizes, *, num_heads=4, num_kv_heads=2, head_dim=8, block_
     query_lens = np.array([query_len for query_len, _ in sizes])
     metadata = AttentionMetadata(np.concatenate([[0], query_lens.cumsum()]), np.array([length for _, length in sizes]),
                                  padded, torch.tensor(slots), block_size)
-    attention = BACKENDS[backend]()
+    attention = BACKENDS[backend]() if isinstance(backend, str) else backend
     output = attention.forward(torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), cache[0, 0], cache[1, 0],
                                attention.prepare(metadata))
     return output, torch.cat(expected)

@@ -39,13 +39,13 @@ static Input to_input(float value) {
     else return rounded(value);
 }
 
-static float exp2_fast(float x) {  // relative error under 2e-7; 0 below 2^-126
+static float exp2_fast(float x) {  // relative error under 2e-7; 0 below 2^-126, infinite above 2^127
     const float bounded = x > 127.f ? 127.f : x;
     const int32_t whole = int32_t(bounded + (bounded < 0 ? -0.5f : 0.5f));
     const float part = bounded - float(whole);
     const float power = 1.f + part * (0.693147182f + part * (0.240226462f + part * (0.0555032724f + part * (
         0.00961812939f + part * (0.00133981102f + part * 0.000154697872f)))));
-    return x < -126.f ? 0.f : power * __builtin_bit_cast(float, uint32_t(whole + 127) << 23);
+    return x < -126.f ? 0.f : x > 127.f ? __builtin_inff() : power * __builtin_bit_cast(float, uint32_t(whole + 127) << 23);
 }
 
 // R rows, `stride` inputs apart, times a panel of `pairs` pairs: COLUMNS sums a row, `apart` floats apart, set or added.
