@@ -151,7 +151,7 @@ class Server:
         except (EOFError, OSError, ValueError, AttributeError, TypeError, LookupError) as error:
             answer.error = f"the answer cannot be read: {error or type(error).__name__}"
             if isinstance(error, OSError):
-                answer.error = f"the connection failed: {error.strerror or error or type(error).__name__}"
+                answer.error = f"the connection failed: {_reason(error)}"
         return answer
 
     @contextlib.asynccontextmanager
@@ -251,6 +251,13 @@ def _message(content: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
 
 
+def _reason(error: Exception) -> str:
+    """Why a connection failed, without asyncio's words for it."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 def _complaint(status: int, content: bytes) -> str:
     with contextlib.suppress(ValueError):
         return f"HTTP status {status}: {_message(json.loads(content))}"
@@ -318,8 +325,7 @@ async def _settle(server: Server, prompt: Prompt) -> Server:
     except (EOFError, OSError, ValueError, LookupError, TypeError, asyncio.TimeoutError) as error:
         if isinstance(error, ConfigError):
             raise
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ConfigError(f"{server.base_url} cannot be asked for its models: {reason}") from error
+        raise ConfigError(f"{server.base_url} cannot be asked for its models: {_reason(error)}") from error
     for sends_ids, asks_usage in forms:
         tried = Server(server.base_url, server.endpoint, model, server.api_key, sends_ids, asks_usage, server.fields)
         answer = await tried.ask(prompt)

@@ -803,7 +803,7 @@ def _bench_serve(args: argparse.Namespace) -> int:
         1 + args.num_warmups + args.num_prompts, args.random_input_len, args.random_output_len,
         range_ratio=args.random_range_ratio, prefix_len=args.random_prefix_len)
     _allow_many_connections()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task_id = bar.add_task("Requests", total=args.num_prompts)
         server, answers, duration = asyncio.run(
             bench_serve(server, prompts, load, lambda _: bar.update(task_id, advance=1)))
