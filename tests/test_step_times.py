@@ -66,3 +66,14 @@ def test_a_result_is_compared_and_other_parts_are_kept(tmp_path, capsys):
     assert set(json.loads(path.read_text())["parts"]) == {"control", "kv"}
     assert "/kv/paged: " in capsys.readouterr().out
     assert step_times.compare({"parts": {"a": {"b": 3.0}}}, {"parts": {"a": {"b": 2.0}}}) == ["/a/b: 3, was 2, ratio 1.50"]
+
+
+def test_the_pictures_are_made_of_the_results(parts, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "steps.json").write_text(json.dumps({"parts": parts}))
+    served = {"model_id": "m", "max_concurrency": 2, "num_prompts": 3, "output_throughput": 5.0, "mean_ttft_ms": 1.0,
+              "mean_tpot_ms": 2.0, "ttfts": [0.1, 0.2], "itls": [[0.1], [0.2, 0.3]]}
+    (tmp_path / "serve.json").write_text(json.dumps(served))
+    assert load_script("plot").main(["--steps", str(tmp_path / "steps.json"), "--serve", str(tmp_path / "serve.json"),
+                                     "--output", str(tmp_path)]) == 0
+    assert len(list(tmp_path.glob("*.png"))) == 5
