@@ -91,8 +91,8 @@ def measure_floor(args: argparse.Namespace, dtype: torch.dtype) -> Json:
     size = 1024 if args.quick else 2048
     source = torch.ones(2**22 if args.quick else 2**27)
     left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    read = min(timed(source.sum) for _ in range(5))
-    multiply = min(timed(lambda: left @ right) for _ in range(5))
+    read = min(timed(source.sum) for _ in range(12))
+    multiply = min(timed(lambda: left @ right) for _ in range(12))
     return {"read_bytes_per_s": source.nbytes / read, "flops_per_s": 2 * size**3 / multiply}
 
 
@@ -267,13 +267,14 @@ def measure_prefix(args: argparse.Namespace) -> Json:
 def measure_memory(args: argparse.Namespace) -> Json:
     """Peak resident MiB, each in a process of its own: a KV cache of 1 GiB, written to its end; and a long prompt."""
     length = 100 if args.quick else 8000
-    base = "from vllm_mini import LLM, SamplingParams; import resource; llm = LLM({!r}, kv_cache_memory={}); {}; print(" \
+    base = "from vllm_mini import LLM, SamplingParams; import resource; llm = LLM({!r}, {}); {}; print(" \
            "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
     go = "llm.generate([[5] * {}], SamplingParams(max_tokens=2), progress=False)"
-    cases = {"kv_1GiB": (2**22 if args.quick else 2**30, f"llm.engine.worker.kv_cache.zero_(); {go.format(64)}"),
-             f"prompt_{length}": (2**22 if args.quick else 2**28, go.format(length))}
-    found = {name: float(subprocess.run([sys.executable, "-c", base.format(args.model, memory, code)], check=True,
-                                        stdout=subprocess.PIPE, text=True).stdout) for name, (memory, code) in cases.items()}
+    memory = 2**22 if args.quick else 2**30
+    cases = {"kv_1GiB": (f"kv_cache_memory={memory}", f"llm.engine.worker.kv_cache.zero_(); {go.format(64)}"),
+             f"prompt_{length}": (f"num_kv_blocks={length // 16 + 2}", go.format(length))}
+    found = {name: float(subprocess.run([sys.executable, "-c", base.format(args.model, cache, code)], check=True,
+                                        stdout=subprocess.PIPE, text=True).stdout) for name, (cache, code) in cases.items()}
     return {"peak_rss_MiB": found, "required_MiB": 2 * 10**9 / 2**20}
 
 
