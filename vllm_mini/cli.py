@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -32,8 +33,10 @@ from vllm_mini.config import DTYPES, LOAD_FORMATS, ConfigError, EngineConfig
 from vllm_mini.sequence import RequestError, SamplingParams
 
 if TYPE_CHECKING:
+    from vllm_mini.bench import Answer, Server
     from vllm_mini.engine import LLMEngine
     from vllm_mini.live_server import LiveSettings
+    from vllm_mini.tokenizer import Tokenizer
 
 __all__ = ["main"]
 
@@ -82,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        _refuse_unknown(commands[args.command], unknown)
+        _refuse_unknown(commands[getattr(args, "full_command", args.command)], unknown)
     for stream in (sys.stdout, sys.stderr, sys.stdin):
         with contextlib.suppress(AttributeError):  # whatever stands in for them
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show a character
@@ -158,9 +161,10 @@ def _build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
     for command in (serve, generate, chat):
         _add_model_options(command.add_argument_group("model"))
     _add_live_commands(add)
+    benchmarks = _add_bench_commands(subparsers)
     add(_fetch, "fetch", "", "download the default model and say where it is")
     subparsers.add_parser("demo", help="watch the scheduler and the block tables at work on a tiny model")
-    return parser, dict(subparsers.choices)
+    return parser, {**subparsers.choices, **benchmarks}
 
 
 def _add_live_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -173,6 +177,78 @@ def _add_live_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     top.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="where it serves")
     top.add_argument("--api-key", type=_not_empty, metavar="KEY", help="its key (default: $VLLM_API_KEY, else none)")
     top.add_argument("--once", action="store_true", help="draw one picture and leave (default: off)")
+
+
+def _add_bench_commands(commands: Any) -> dict[str, argparse.ArgumentParser]:
+    text = "measure a server, or the engine without one, with the options and names of 'vllm bench'"
+    bench = commands.add_parser("bench", help=text, formatter_class=_Formatter, allow_abbrev=False,
+                                description=f"{text[0].upper()}{text[1:]}.")
+    subparsers = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    for run, name, text in ((_bench_serve, "serve", "send load to any server with OpenAI's API, and time its answers"),
+                            (_bench_engine, "throughput", "time many prompts that are all there at once, without a server"),
+                            (_bench_engine, "latency", "time one batch from prompts to last tokens, without a server")):
+        command = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.",
+                                        formatter_class=_Formatter, allow_abbrev=False)
+        command.set_defaults(run=run, full_command=f"bench {name}")
+    found = {f"bench {name}": command for name, command in subparsers.choices.items()}
+    _add_bench_serve_options(found["bench serve"])
+    latency, throughput = found["bench latency"], found["bench throughput"]
+    throughput.add_argument("--num-prompts", type=_count, default=1000, metavar="N", help="prompts")
+    latency.add_argument("--batch-size", type=_count, default=8, metavar="N", help="prompts at once")
+    latency.add_argument("--num-iters-warmup", type=_number, default=10, metavar="N", help="runs that are not counted")
+    latency.add_argument("--num-iters", type=_count, default=30, metavar="N", help="runs that are")
+    for command, input_len in ((throughput, 1024), (latency, 32)):
+        command.add_argument("--input-len", "--random-input-len", type=_count, default=input_len, metavar="TOKENS",
+                             help="length of each prompt")
+        command.add_argument("--output-len", "--random-output-len", type=_count, default=128, metavar="TOKENS",
+                             help="length of each answer")
+        command.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there (default: nowhere)")
+        _add_engine_options(command.add_argument_group("engine"))
+        _add_model_options(command.add_argument_group("model"))
+    latency.set_defaults(enable_prefix_caching=False)  # as in vLLM: each run has the same prompts
+    return found
+
+
+def _add_bench_serve_options(command: argparse.ArgumentParser) -> None:
+    where = command.add_argument_group("server")
+    where.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="where it serves")
+    where.add_argument("--backend", choices=("openai", "openai-chat", "vllm"), default="openai",
+                       help="openai-chat: another way to say --endpoint /v1/chat/completions")
+    where.add_argument("--endpoint", metavar="PATH", help="path of the requests (default: /v1/completions)")
+    where.add_argument("--model", help="name of the model there (default: the first that it lists)")
+    where.add_argument("--tokenizer", metavar="MODEL", help="to make prompts with: a folder, a .gguf file or 'dummy' "
+                       f"(default: the model if it is one, else that of {DEFAULT_MODEL_NAME})")
+    where.add_argument("--api-key", type=_not_empty, metavar="KEY",
+                       help="its key (default: $OPENAI_API_KEY, else $VLLM_API_KEY, else none)")
+    load = command.add_argument_group("load")
+    load.add_argument("--dataset-name", choices=("random",), default="random", help="what to send")
+    load.add_argument("--num-prompts", type=_count, default=1000, metavar="N", help="requests")
+    load.add_argument("--request-rate", type=_positive, default=float("inf"), metavar="X",
+                      help="requests a second; inf: all at once")
+    load.add_argument("--burstiness", type=_positive, default=1.0, metavar="X",
+                      help="1: requests come as a Poisson process; less: in bursts; more: evenly")
+    load.add_argument("--max-concurrency", type=_count, metavar="N", help="requests at a time (default: no limit)")
+    load.add_argument("--num-warmups", type=_number, default=0, metavar="N", help="requests before, not counted")
+    for name, default, text in (("input", 1024, "tokens of a prompt"), ("output", 128, "tokens to ask for")):
+        load.add_argument(f"--random-{name}-len", f"--{name}-len", type=_count, default=default, metavar="TOKENS", help=text)
+    load.add_argument("--random-prefix-len", type=_number, default=0, metavar="TOKENS",
+                      help="tokens before them that all prompts share")
+    load.add_argument("--random-range-ratio", type=_share, default=0.0, metavar="SHARE",
+                      help="lengths are drawn from so much below to so much above")
+    load.add_argument("--ignore-eos", action="store_true", help="answers go on to their full length (default: off)")
+    load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of the requests")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
+    result = command.add_argument_group("result")
+    result.add_argument("--percentile-metrics", type=_metrics, default="ttft,tpot,itl", metavar="NAMES",
+                        help="what to print, of ttft, tpot, itl and e2el")
+    result.add_argument("--metric-percentiles", type=_percentiles, default="99", metavar="NUMBERS",
+                        help="percentiles, such as 50,99")
+    result.add_argument("--goodput", type=_goodput, nargs="+", metavar="NAME:MS",
+                        help="limits that a request has to keep to be good, such as ttft:500 tpot:50 (default: none)")
+    result.add_argument("--save-result", action="store_true", help="write a JSON file (default: off)")
+    result.add_argument("--save-detailed", action="store_true", help="with every request's times (default: off)")
+    result.add_argument("--result-dir", type=Path, default=Path("."), metavar="FOLDER", help="folder for the file")
+    result.add_argument("--result-filename", metavar="NAME", help="its name (default: made of rate, model and time)")
 
 
 def _add_address_options(group: argparse._ActionsContainer) -> None:
@@ -292,6 +368,46 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _number(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up to, but not, 1")
+
+
+def _metrics(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= {"ttft", "tpot", "itl", "e2el"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ttft, tpot, itl and e2el")
+    return names
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    with contextlib.suppress(ValueError):
+        values = tuple(map(float, text.split(",")))
+        if all(0 <= value <= 100 for value in values):
+            return values
+    raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentiles such as 50,99")
+
+
+def _goodput(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    if name not in ("ttft", "tpot", "e2el"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ttft, tpot or e2el with its milliseconds, such as ttft:500")
+    return name, _positive(limit)
 
 
 def _not_empty(text: str) -> str:
@@ -663,6 +779,125 @@ def _top(args: argparse.Namespace) -> int:
     from vllm_mini.top import run_top
 
     run_top(args.url, args.api_key or os.environ.get("VLLM_API_KEY") or None, once=args.once)
+    return 0
+
+
+# ---- bench ----
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vllm_mini.bench import Load, PromptMaker, Server, bench_serve
+
+    endpoint = args.endpoint or ("/v1/chat/completions" if args.backend == "openai-chat" else "/v1/completions")
+    key = args.api_key or os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY") or None
+    fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {})}
+    server = Server(args.base_url, endpoint, args.model or "", key, fields=fields)
+    load = Load(request_rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency,
+                num_warmups=args.num_warmups, seed=args.seed)
+    if args.save_result and not args.result_dir.is_dir():
+        raise CommandError(f"--result-dir {args.result_dir}: there is no such folder")
+    prompts = PromptMaker(_bench_tokenizer(args), args.seed).prompts(
+        1 + args.num_warmups + args.num_prompts, args.random_input_len, args.random_output_len,
+        range_ratio=args.random_range_ratio, prefix_len=args.random_prefix_len)
+    _allow_many_connections()
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task_id = bar.add_task("Requests", total=args.num_prompts)
+        server, answers, duration = asyncio.run(
+            bench_serve(server, prompts, load, lambda _: bar.update(task_id, advance=1)))
+    return _show_bench_serve(args, server, answers, duration)
+
+
+def _bench_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    from vllm_mini.tokenizer import Tokenizer
+
+    path = args.tokenizer or (args.model if args.model and (args.model == "dummy" or Path(args.model).exists()) else None)
+    tokenizer = Tokenizer.from_model(path or _default_model())
+    if tokenizer is None:
+        raise CommandError(f"{path} has no tokenizer to make prompts with")
+    if path is None and args.model not in (None, DEFAULT_MODEL_NAME):
+        print(f"{PROG}: prompts are made with the tokenizer of {DEFAULT_MODEL_NAME}; --tokenizer names another",
+              file=sys.stderr)
+    return tokenizer
+
+
+def _show_bench_serve(args: argparse.Namespace, server: Server, answers: list[Answer], duration: float) -> int:
+    from vllm_mini.bench import summarize
+
+    percentiles = args.metric_percentiles
+    result = summarize(answers, duration, percentiles=percentiles, goodput=dict(args.goodput or ()))
+    rows = {"Successful requests": "completed", "Failed requests": "failed", "Benchmark duration (s)": "duration",
+            "Total input tokens": "total_input_tokens", "Total generated tokens": "total_output_tokens",
+            "Request throughput (req/s)": "request_throughput", "Request goodput (req/s)": "request_goodput",
+            "Output token throughput (tok/s)": "output_throughput",
+            "Total token throughput (tok/s)": "total_token_throughput"}
+    for name in args.percentile_metrics:
+        kinds = {"Mean": "mean", "Median": "median", "Std": "std", **{f"P{value:g}": f"p{value:g}" for value in percentiles}}
+        rows |= {f"{label} {name.upper()} (ms)": f"{key}_{name}_ms" for label, key in kinds.items()}
+    print("Serving benchmark result".center(50, "="))
+    for label, key in rows.items():
+        if key in result:
+            value = result[key]
+            print(f"{label + ':':<40}{value:<10.2f}" if isinstance(value, float) else f"{label + ':':<40}{value:<10}")
+    print("=" * 50)
+    if result["counted_by"] == "chunks":
+        print(f"{PROG}: the server tells no usage: tokens are counted by chunks of the stream, and may be more",
+              file=sys.stderr)
+    if not server.sends_ids and not server.is_chat:
+        print(f"{PROG}: the server takes no token ids: prompts were sent as text", file=sys.stderr)
+    if args.save_result:
+        print(f"Saved to {_save_bench_serve(args, server, answers, result)}")
+    for error, count in result["errors"].items():
+        print(f"{PROG}: error: {count} of {len(answers)} requests failed: {error}", file=sys.stderr)
+    return 1 if result["failed"] else 0
+
+
+def _save_bench_serve(args: argparse.Namespace, server: Server, answers: list[Answer], result: dict[str, Any]) -> Path:
+    rate = "inf" if args.request_rate == float("inf") else args.request_rate
+    date = time.strftime("%Y%m%d-%H%M%S")
+    saved = {"date": date, "backend": args.backend, "model_id": server.model, "endpoint": server.endpoint,
+             "num_prompts": args.num_prompts, "request_rate": rate, "burstiness": args.burstiness,
+             "max_concurrency": args.max_concurrency, "random_input_len": args.random_input_len,
+             "random_output_len": args.random_output_len, "random_prefix_len": args.random_prefix_len,
+             "random_range_ratio": args.random_range_ratio, "seed": args.seed, **result}
+    if args.save_detailed:
+        saved |= {"input_lens": [one.prompt_len for one in answers], "output_lens": [one.output_len for one in answers],
+                  "ttfts": [one.ttft for one in answers], "itls": [one.itls for one in answers],
+                  "e2els": [one.latency for one in answers], "request_errors": [one.error for one in answers]}
+    model = re.sub(r"[^\w.-]", "_", server.model)
+    path: Path = args.result_dir / (args.result_filename or f"openai-{rate}qps-{model}-{date}.json")
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    return path
+
+
+def _bench_engine(args: argparse.Namespace) -> int:
+    """`bench throughput` and `bench latency`."""
+    _log_warnings_only()
+    config = _engine_config(args, _choose_model(args) or _default_model())
+
+    from vllm_mini.bench import PromptMaker, bench_latency, bench_throughput
+    from vllm_mini.llm import LLM
+
+    llm = LLM(**dataclasses.asdict(config))
+    if llm.engine.tokenizer is None:
+        raise CommandError("this model has no tokenizer to make prompts with")
+    is_latency = args.benchmark == "latency"
+    prompts = PromptMaker(llm.engine.tokenizer, args.seed).prompts(
+        args.batch_size if is_latency else args.num_prompts, args.input_len, args.output_len)
+    llm.engine.scheduler.check_fits(args.input_len, args.output_len)
+    if is_latency:
+        result = bench_latency(llm, prompts, num_warmups=args.num_iters_warmup, num_iters=args.num_iters)
+        print(f"Avg latency: {result['avg_latency']:.4f} seconds")
+        for percent, seconds in result["percentiles"].items():
+            print(f"{percent}% percentile latency: {seconds:.4f} seconds")
+    else:
+        result = bench_throughput(llm, prompts, progress=sys.stdout.isatty())
+        print(f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+              f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output tokens/s")
+    if args.output_json is not None:
+        args.output_json.write_text(json.dumps(result, indent=2), encoding="utf-8")
     return 0
 
 
