@@ -10,17 +10,25 @@ and the same prompts, as token ids. A step of a set-up that was done before is n
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import ctypes.util
 import hashlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"  # before anything else in each environment: a later step would choose a build for GPUs
@@ -33,8 +41,25 @@ LLAMA_CPP_OPTIONS = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF", "L
                      "LLAMA_BUILD_EXAMPLES=OFF", "CMAKE_BUILD_TYPE=Release")
 
 
+START_LIMIT = 600  # seconds
+
+
 class Unavailable(Exception):
     """Why an engine cannot run here, in one line."""
+
+
+class Request(NamedTuple):
+    prompt: list[int]  # token ids
+    max_tokens: int  # and no end token counts
+
+
+class Answer(NamedTuple):
+    """When what happened, in seconds after the first request of all was sent."""
+
+    sent: float
+    first: float
+    last: float
+    num_tokens: int
 
 
 # ---- setting up ----
@@ -145,6 +170,257 @@ def set_up_transformers(env: Environment) -> None:
 
 SET_UPS: dict[str, Callable[[Environment], None]] = {
     "vllm": set_up_vllm, "llama-cpp": set_up_llama_cpp, "openvino": set_up_openvino, "transformers": set_up_transformers}
+
+
+# ---- running ----
+
+
+class Engine:
+    """A running engine. While others are measured it stands still, so that it takes no CPU time from them."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], log: Path, environment: dict[str, str] | None = None,
+                 *, is_server: bool = True) -> None:
+        self.name, self.log = name, log
+        with log.open("w") as out:
+            print("$", *command, file=out, flush=True)
+            self.process = subprocess.Popen(
+                [str(word) for word in command], stderr=out, stdout=out if is_server else subprocess.PIPE, cwd=ROOT,
+                stdin=subprocess.DEVNULL if is_server else subprocess.PIPE, env={**os.environ, **(environment or {})},
+                text=True, start_new_session=True)
+
+    def tree(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
+
+    def cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def peak_rss(self) -> int:
+        """Bytes: the sum of its processes' peaks."""
+        total = 0
+        for process in self.tree():
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                total += next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+        return total
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def stop(self) -> None:
+        tree = self.tree()
+        self.resume()
+        self.process.terminate()
+        _, alive = psutil.wait_procs(tree, timeout=15)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def fail(self, what: str) -> Unavailable:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return Unavailable(f"{what}: {lines[-1].strip()[:300]} (all of it in {self.log})")
+
+    def run(self, requests: Sequence[Request], concurrency: int) -> list[Answer]:
+        raise NotImplementedError
+
+
+class Server(Engine):
+    """Behind OpenAI's completions, streamed."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], log: Path, environment: dict[str, str] | None = None, *,
+                 port: int) -> None:
+        super().__init__(name, command, log, environment)
+        self.port = port
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_LIMIT
+        while not asyncio.run(self._is_healthy()):
+            if self.process.poll() is not None:
+                raise self.fail(f"it ended with code {self.process.returncode}")
+            if time.monotonic() > end:
+                raise self.fail(f"it did not start within {START_LIMIT} s")
+            time.sleep(0.1)
+
+    async def _is_healthy(self) -> bool:
+        with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            line = await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+            return b" 200 " in line
+        return False
+
+    def run(self, requests: Sequence[Request], concurrency: int) -> list[Answer]:
+        return asyncio.run(ask_all(self.port, requests, concurrency))
+
+
+async def ask_all(port: int, requests: Sequence[Request], concurrency: int) -> list[Answer]:
+    """Send them in order, `concurrency` at a time. RuntimeError for an answer that is not of the length asked for."""
+    started, gate = time.perf_counter(), asyncio.Semaphore(concurrency)
+
+    async def ask(request: Request) -> Answer:
+        async with gate:
+            return await _ask(port, request, started)
+
+    return list(await asyncio.gather(*map(ask, requests)))
+
+
+async def _ask(port: int, request: Request, started: float) -> Answer:
+    body = json.dumps({"model": "model", "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0,
+                       "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**22)
+    sent = time.perf_counter() - started
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                     b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        first = last = 0.0
+        usage: dict[str, Any] = {}
+        received = b""
+        while line := await reader.readline():
+            received = received[-2000:] + line
+            if line.startswith(b"data:") and b"[DONE]" not in line:
+                if b'"usage":{' in line.replace(b'" : ', b'":').replace(b'": ', b'":'):
+                    usage = json.loads(line[5:])["usage"] or usage
+                if b'"text"' in line:
+                    last = time.perf_counter() - started
+                    first = first or last
+    finally:
+        writer.close()
+    if usage.get("completion_tokens") != request.max_tokens:
+        raise RuntimeError(f"{usage.get('completion_tokens')} tokens came where {request.max_tokens} were due: {received!r}")
+    return Answer(sent, first, last, request.max_tokens)
+
+
+class Runner(Engine):
+    """An engine inside benchmarks/runners.py, which reads requests and writes answers, one line of JSON each."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], log: Path) -> None:
+        super().__init__(name, command, log, is_server=False)
+        try:
+            self._read()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise self.fail(f"it ended with code {self.process.wait()}")
+
+    def run(self, requests: Sequence[Request], concurrency: int) -> list[Answer]:
+        assert self.process.stdin is not None
+        print(json.dumps({"requests": requests, "concurrency": concurrency}), file=self.process.stdin, flush=True)
+        return [Answer(*answer) for answer in self._read()["answers"]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Engines:
+    """Starts engines of these environments on this model, a Hugging Face folder."""
+
+    NAMES = ("mini", "vllm", "llama-cpp", "openvino", "transformers")
+
+    def __init__(self, envs: Path, model: Path, dtype: str, arguments: dict[str, list[str]]) -> None:
+        self.envs, self.model, self.dtype, self.arguments = envs, model, dtype, arguments
+
+    def start(self, name: str) -> Engine:
+        """Returns when it can be asked. Raises Unavailable."""
+        problems = self.envs / "problems.json"
+        problem = json.loads(problems.read_text()).get(name) if problems.exists() else None
+        if problem:
+            raise Unavailable(problem)
+        if name != "mini" and not (self.envs / name).is_dir():
+            raise Unavailable(f"it is not set up: python benchmarks/engines.py {name}")
+        log = self.envs / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return getattr(self, f"_start_{name.replace('-', '_')}")(log, self.arguments.get(name, []))
+
+    def _start_mini(self, log: Path, extra: list[str]) -> Engine:
+        port = free_port()
+        return Server("mini", [sys.executable, "-m", "vllm_mini", *extra, "--model", self.model, "--served-model-name",
+                               "model", "--port", str(port), "--uvicorn-log-level", "warning"], log, port=port)
+
+    def _start_vllm(self, log: Path, extra: list[str]) -> Engine:
+        env, port = self.envs / "vllm", free_port()
+        preload = [*env.glob("tcmalloc/**/libtcmalloc_minimal.so.4"), *env.glob("venv/lib/libiomp5.so")]
+        return Server("vllm", [env / "venv/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", self.model,
+                               "--served-model-name", "model", "--dtype", self.dtype, "--port", str(port),
+                               "--disable-uvicorn-access-log", *extra], log,
+                      {"LD_PRELOAD": ":".join(map(str, preload)), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+                       "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_NO_USAGE_STATS": "1"}, port=port)
+
+    def _start_llama_cpp(self, log: Path, extra: list[str]) -> Engine:
+        env, port = Environment(self.envs / "llama-cpp"), free_port()
+        kind = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[self.dtype]
+        file = env.folder / f"{self.model.name}-{kind}.gguf"
+        if not file.exists():
+            tree = next(env.folder.glob("source/*/llama.cpp"))
+            env.run(sys.executable, tree / "convert_hf_to_gguf.py", self.model, "--outtype", kind, "--outfile", file)
+        return Server("llama-cpp", [env.folder / "build/bin/llama-server", "-m", file, "--port", str(port), "-np", "32", "-t",
+                                    str(os.cpu_count()), "-c", str(32 * 4352), "--no-webui", *extra], log, port=port)
+
+    def _start_openvino(self, log: Path, extra: list[str]) -> Engine:
+        env = self.envs / "openvino"
+        folder = env / self.model.name
+        if not (folder / "openvino_model.xml").exists():
+            converter = Environment(env / "converter")
+            converter.run(converter.python.parent / "optimum-cli", "export", "openvino", "--model", self.model, "--task",
+                          "text-generation-with-past", "--weight-format", "fp16", folder)
+        return Runner("openvino", [env / "venv/bin/python", ROOT / "benchmarks/runners.py", "openvino", folder, self.dtype,
+                                   *extra], log)
+
+    def _start_transformers(self, log: Path, extra: list[str]) -> Engine:
+        return Runner("transformers", [self.envs / "transformers/venv/bin/python", ROOT / "benchmarks/runners.py",
+                                       "transformers", self.model, self.dtype, *extra], log)
+
+    def version(self, name: str) -> str:
+        """What exactly ran."""
+        if name == "llama-cpp":
+            return LLAMA_CPP
+        python = sys.executable if name == "mini" else self.envs / name / "venv/bin/python"
+        packages = {"mini": ("torch",), "vllm": ("vllm-cpu", "torch"), "openvino": ("openvino-genai",),
+                    "transformers": ("transformers", "torch")}[name]
+        code = f"from importlib.metadata import version\nprint(*(f'{{n}}=={{version(n)}}' for n in {packages!r}))"
+        result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT)
+        return " ".join([*([f"commit {commit.stdout.strip()}"] if name == "mini" else []), result.stdout.strip()])
+
+
+@contextlib.contextmanager
+def awake(engine: Engine) -> Iterator[Engine]:
+    """The one engine that may run now."""
+    engine.resume()
+    try:
+        yield engine
+    finally:
+        engine.pause()
 
 
 def main() -> int:
