@@ -1,6 +1,6 @@
 """Who may import whom: every import of the package against one table, and what only the edges may do.
 
-    4  edges          answers, api_server, bench, cli, demo, fetch, http_connection, http_edge, live, live_server,
+    4  edges          answers, api_server, bench, cli, demo, export, fetch, http_connection, http_edge, live, live_server,
                       llm, metrics, protocol, replay, text_endpoints, top, trace, __init__, __main__
     3  engine         async_engine, chat_template, detokenizer, engine, structured, tokenizer, tokenizer_files, tool_calls
     2  execution      model_runner, worker
@@ -27,8 +27,8 @@ MODULES = {path.stem: path for path in sorted((ROOT / PACKAGE).glob("*.py"))}
 VOCABULARY = {"config", "sequence"}
 CONTROL_PLANE = {"block_manager", "scheduler"}
 DATA_PLANE = {"cpu_kernels", "gguf_file", "llama", "loader", "paged_attention", "sampler"}
-EDGES = {"__init__", "__main__", "answers", "api_server", "bench", "cli", "demo", "fetch", "http_connection", "http_edge",
-         "live", "live_server", "llm", "metrics", "protocol", "replay", "text_endpoints", "top", "trace"}
+EDGES = {"__init__", "__main__", "answers", "api_server", "bench", "cli", "demo", "export", "fetch", "http_connection",
+         "http_edge", "live", "live_server", "llm", "metrics", "protocol", "replay", "text_endpoints", "top", "trace"}
 
 # module -> the modules of this package that it may import. From lower layers, or by name from its own.
 ALLOWED = {
@@ -75,10 +75,11 @@ ALLOWED = {
     "replay": {"http_edge", "live_server", "trace"},
     "top": {"config", "trace"},
     "fetch": {"config"},
+    "export": {"config", "loader", "tokenizer"},
     "demo": {"block_manager", "config", "engine", "fetch", "loader", "live", "llm", "scheduler", "sequence", "tokenizer"},
     "bench": {"config", "llm", "sequence", "tokenizer"},
-    "cli": {"__init__", "api_server", "async_engine", "bench", "config", "demo", "engine", "fetch", "live_server", "llm",
-            "replay", "sequence", "tokenizer", "top", "trace"},
+    "cli": {"__init__", "api_server", "async_engine", "bench", "config", "demo", "engine", "export", "fetch", "live_server",
+            "llm", "replay", "sequence", "tokenizer", "top", "trace"},
     "__main__": {"cli"},
     "__init__": {"config", "llm", "sequence"},
 }

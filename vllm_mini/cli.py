@@ -162,6 +162,11 @@ def _build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argumen
         _add_model_options(command.add_argument_group("model"))
     _add_live_commands(add)
     benchmarks = _add_bench_commands(subparsers)
+    export = add(_export_hf, "export-hf", "OUT_DIR [options]", "write a model as a Hugging Face folder, for other engines")
+    export.add_argument("folder", metavar="OUT_DIR", type=Path, help="a folder that does not exist or is empty")
+    _add_model_option(export)
+    export.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"),
+                        help="type of the weights")
     add(_fetch, "fetch", "", "download the default model and say where it is")
     subparsers.add_parser("demo", help="watch the scheduler and the block tables at work on a tiny model")
     return parser, {**subparsers.choices, **benchmarks}
@@ -291,9 +296,13 @@ def _add_limit_options(group: argparse._ArgumentGroup) -> None:
                        "that has begun (default: no limit)")
 
 
-def _add_model_options(group: argparse._ArgumentGroup) -> None:
+def _add_model_option(group: argparse._ActionsContainer) -> None:
     group.add_argument("--model", help="a folder, a .gguf file, a Hugging Face name or 'dummy' "
                        f"(default: {DEFAULT_MODEL_NAME}, fetched on first use)")
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    _add_model_option(group)
     _add_setting(group, "dtype", choices=DTYPES, help="type of weights and KV cache")
     _add_setting(group, "device", help="auto, cpu or cuda")
     _add_setting(group, "load_format", choices=LOAD_FORMATS, help="how to read the weights; dummy: random ones")
@@ -902,6 +911,13 @@ def _bench_engine(args: argparse.Namespace) -> int:
 
 
 # ---- the rest ----
+
+
+def _export_hf(args: argparse.Namespace) -> int:
+    from vllm_mini.export import export_hf
+
+    print(export_hf(_choose_model(args) or _default_model(), args.folder.expanduser().absolute(), dtype=args.dtype))
+    return 0
 
 
 def _fetch(args: argparse.Namespace) -> int:

@@ -113,6 +113,10 @@ class Tokenizer:
         """The texts of the special tokens that the model's files name, such as "eos_token"."""
         return dict(self._special_tokens)
 
+    def save(self, path: Path) -> None:
+        """Write a tokenizer.json that gives the same ids."""
+        self._backend.save(str(path))
+
     @property
     def chat_template(self) -> str | None:
         return None if self._chat_template is None else self._chat_template.text
