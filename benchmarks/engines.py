@@ -383,9 +383,9 @@ class Engines:
         if not file.exists():
             tree = next(env.folder.glob("source/*/llama.cpp"))
             env.run(sys.executable, tree / "convert_hf_to_gguf.py", self.model, "--outtype", kind, "--outfile", file)
-        return Server("llama-cpp", [env.folder / "build/bin/llama-server", "-m", file, "--port", str(port), "-np", "32", "-t",
-                                    str(os.cpu_count()), "-c", str(32 * 4352), "--no-webui", *extra],
-                                    log, port=port)
+        command = [env.folder / "build/bin/llama-server", "-m", file, "--port", str(port), "-np", "32",
+                   "-t", str(os.cpu_count()), "-c", str(32 * 4352), "--no-webui", *extra]
+        return Server("llama-cpp", command, log, port=port)
 
     def _start_openvino(self, log: Path, extra: list[str]) -> Engine:
         env = self.envs / "openvino"
